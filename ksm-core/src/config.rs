@@ -1,0 +1,67 @@
+//! The engine's settings.
+
+use crate::error::Error;
+
+/// Settings of an engine. All have sensible defaults.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// How many passes a page's content must stay the same before it is a
+    /// candidate for the unstable tree (the kernel's rule: 1). With 0 a page is
+    /// a candidate at first sight.
+    pub settle_passes: u8,
+    /// Whether pages of zeros become zero pages and cost no frame
+    /// (`/sys/kernel/mm/ksm/use_zero_pages`).
+    pub use_zero_pages: bool,
+    /// The most pages of one region that are looked at before its lease is
+    /// given up, 1 to 65,536.
+    pub window_pages: u32,
+    /// The most pages whose writes are stopped at once, 1 to 65,536. A vCPU that
+    /// writes to one of them waits for all.
+    pub pages_per_stop: u32,
+    /// From how many pages on a window is fingerprinted by the rayon pool that
+    /// `scan` is called in. `u32::MAX` for never.
+    pub parallel_pages: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            settle_passes: 1,
+            use_zero_pages: true,
+            window_pages: 1024,
+            pages_per_stop: 256,
+            parallel_pages: 256,
+        }
+    }
+}
+
+impl Config {
+    /// Checks that every value is in its range.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the first that is not.
+    pub fn validate(&self) -> Result<(), Error> {
+        let pages = |name: &str, value: u32| match value {
+            1..=65_536 => Ok(()),
+            _ => Err(Error::Config(format!("{name} is {value}, not 1 to 65536"))),
+        };
+        pages("window_pages", self.window_pages)?;
+        pages("pages_per_stop", self.pages_per_stop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_out_of_range_are_named() {
+        Config::default().validate().unwrap();
+        let config = Config {
+            pages_per_stop: 0,
+            ..Config::default()
+        };
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.contains("pages_per_stop is 0"), "{error}");
+    }
+}

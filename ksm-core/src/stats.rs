@@ -1,0 +1,99 @@
+//! Counters, with the kernel's names and meanings
+//! (`Documentation/admin-guide/mm/ksm.rst`, `/sys/kernel/mm/ksm`,
+//! `/proc/PID/ksm_stat`).
+
+use crate::outcome::OutcomeCounts;
+use crate::page::PAGE_SIZE_U64;
+
+/// Counters of the whole engine or of one trust domain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Frames that pages map as shared, in frames.
+    pub pages_shared: u64,
+    /// Pages that map them beyond the first of each: what is saved, in pages.
+    pub pages_sharing: u64,
+    /// Pages that are stable but have no equal, in pages.
+    pub pages_unshared: u64,
+    /// Pages that change too fast to be merged, in pages.
+    pub pages_volatile: u64,
+    /// Zero pages that the engine made and that are still zero, in pages.
+    pub ksm_zero_pages: u64,
+    /// Pages looked at since the engine was made, in pages.
+    pub pages_scanned: u64,
+    /// Passes over all regions that were finished.
+    pub full_scans: u64,
+    /// Merged pages that a guest wrote to since the engine was made, in pages.
+    pub cow_breaks: u64,
+    /// Frames whose memory was given back but whose number some copied page
+    /// still names, in frames.
+    pub frames_lingering: u64,
+    /// Bytes that the engine's own records take.
+    pub metadata_bytes: u64,
+    /// Bytes saved less bytes spent on records: `general_profit` of the kernel.
+    pub general_profit: i64,
+    /// What became of the pages that were looked at.
+    pub outcomes: OutcomeCounts,
+}
+
+impl Stats {
+    /// Bytes that the guests' memory would take more if nothing were merged.
+    #[must_use]
+    pub const fn saved_bytes(&self) -> u64 {
+        (self.pages_sharing + self.ksm_zero_pages) * PAGE_SIZE_U64
+    }
+}
+
+/// Counters of one region or of one address space (a guest).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// Length, in pages.
+    pub pages: u64,
+    /// Pages that the engine keeps a record of: those it has seen populated.
+    pub ksm_rmap_items: u64,
+    /// Pages that map a frame as shared, in pages.
+    pub ksm_merging_pages: u64,
+    /// Zero pages that the engine made and that are still zero, in pages.
+    pub ksm_zero_pages: u64,
+    /// Pages that are stable but have no equal, in pages.
+    pub pages_unshared: u64,
+    /// Pages that change too fast to be merged, in pages.
+    pub pages_volatile: u64,
+    /// Merged pages that the guest wrote to and that still stand over a frame's
+    /// mapping, in pages.
+    pub pages_copied: u64,
+    /// Merged pages that the guest wrote to since it was registered, in pages.
+    pub cow_breaks: u64,
+    /// What became of the pages that were looked at.
+    pub outcomes: OutcomeCounts,
+}
+
+impl MemoryStats {
+    /// Adds the counters of `other`, another region of the same guest.
+    pub fn add(&mut self, other: &Self) {
+        self.pages += other.pages;
+        self.ksm_rmap_items += other.ksm_rmap_items;
+        self.ksm_merging_pages += other.ksm_merging_pages;
+        self.ksm_zero_pages += other.ksm_zero_pages;
+        self.pages_unshared += other.pages_unshared;
+        self.pages_volatile += other.pages_volatile;
+        self.pages_copied += other.pages_copied;
+        self.cow_breaks += other.cow_breaks;
+        self.outcomes.add(&other.outcomes);
+    }
+}
+
+/// What one call of [`Ksm::scan`](crate::Ksm::scan) did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ScanReport {
+    /// Pages looked at.
+    pub pages_scanned: u64,
+    /// Passes finished.
+    pub passes: u64,
+    /// What became of the pages that were looked at.
+    pub outcomes: OutcomeCounts,
+    /// Another thread was scanning, or the engine is quiesced: nothing was done.
+    pub busy: bool,
+}
