@@ -151,7 +151,8 @@ impl World {
             .iter()
             .filter(|page| page.hold != Hold::Free)
             .count();
-        self.demand(held == 0, || {
+        // After another verdict it is no wonder, and a second panic would hide it.
+        self.demand(held == 0 || self.violation.is_some(), || {
             format!("memory is dropped with {held} pages stopped or out")
         });
     }
