@@ -95,8 +95,11 @@ pub enum RegisterError {
         address: u64,
     },
     /// It is registered already.
-    #[error("guest memory overlaps region {0}, which is registered already")]
-    Overlaps(RegionId),
+    #[error("guest memory at {address:#x} overlaps memory that is registered already")]
+    Overlaps {
+        /// Host address of the overlap.
+        address: u64,
+    },
     /// The host failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
