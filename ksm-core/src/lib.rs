@@ -9,10 +9,14 @@ pub mod error;
 pub mod fault;
 #[cfg(not(feature = "fault-injection"))]
 mod fault;
+#[allow(dead_code)]
+mod fingerprint;
 pub mod outcome;
 pub mod page;
 mod region;
 mod stats;
+#[allow(dead_code)]
+mod sync;
 
 pub use backend::RegionOptions;
 pub use config::Config;
