@@ -1,6 +1,8 @@
 //! Kernel Samepage Merging in user space.
 #![deny(unsafe_code)]
 
+#[allow(dead_code)]
+mod adapters;
 pub mod backend;
 mod config;
 mod engine;
@@ -14,9 +16,15 @@ mod fingerprint;
 pub mod outcome;
 pub mod page;
 mod region;
+#[allow(dead_code)]
+mod sharded;
+#[allow(dead_code)]
+mod stable;
 mod stats;
 #[allow(dead_code)]
 mod sync;
+#[allow(dead_code)]
+mod unstable;
 
 pub use backend::RegionOptions;
 pub use config::Config;
