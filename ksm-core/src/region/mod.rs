@@ -1,5 +1,7 @@
 //! Regions: stretches of guest memory, each with a lease of its own.
 
 mod ids;
+#[allow(dead_code)]
+mod lease;
 
 pub use ids::{DomainId, RegionId, SpaceId};
