@@ -3,7 +3,7 @@
 
 use crate::backend::{Backend, FrameStore};
 use crate::error::BackendError;
-use crate::fingerprint::{Fingerprint, Keys};
+use crate::fingerprint::{Digest, Fingerprint, Keys};
 use crate::frames::Frames;
 use crate::page::{FrameId, FrameRange, PageBuf, PageIndex};
 use crate::region::{DomainId, RegionId};
@@ -47,22 +47,33 @@ impl<B: Backend> Domain<B> {
             id,
             keys,
             store,
-            stable: StableTree::new(),
-            unstable: UnstableTree::new(),
+            stable: StableTree::new(1),
+            unstable: UnstableTree::new(1),
             sharing: Mutex::default(),
         }
     }
 
-    /// The live frame that `content` should be compared with, if there is one.
-    pub(crate) fn find(&self, fingerprint: Fingerprint, content: impl FnOnce() -> Option<Box<PageBuf>>) -> Option<FrameId> {
+    /// A new pass: the unstable tree is rebuilt from nothing, and both trees get
+    /// as many shards as the last pass has shown to be right.
+    pub(crate) fn start_pass(&self) {
+        let expected = self.unstable.len();
+        self.unstable.clear();
+        self.unstable.reshard(expected);
+        self.stable.reshard(self.stable.len());
+    }
+
+    /// The live frame that a page of this fingerprint should be compared with, if
+    /// there is one. `digest` of the page is only asked for where several frames
+    /// have its fingerprint.
+    pub(crate) fn find(
+        &self,
+        fingerprint: Fingerprint,
+        digest: impl FnOnce() -> Option<Digest>,
+    ) -> Option<FrameId> {
         match self.stable.find(fingerprint) {
             Found::None => None,
-            Found::One(frame) => Some(frame),
-            // Twins by fingerprint are told apart by their digests.
-            Found::Many => {
-                let digest = self.keys.digest(&*content()?);
-                self.stable.find_exact(fingerprint, &digest)
-            }
+            Found::One(frame, _) => Some(frame),
+            Found::Many => self.stable.find_exact(fingerprint, &digest()?),
         }
     }
 
@@ -99,7 +110,11 @@ impl<B: Backend> Domain<B> {
     pub(crate) fn sweep(&self) {
         let mut sharing = self.sharing.lock();
         for frame in std::mem::take(&mut sharing.loose) {
-            if sharing.rmap.node(frame).is_some_and(|node| node.sharers == 0) {
+            if sharing
+                .rmap
+                .node(frame)
+                .is_some_and(|node| node.sharers == 0)
+            {
                 self.retire(&mut sharing, frame);
             }
         }
@@ -108,7 +123,12 @@ impl<B: Backend> Domain<B> {
     /// Counts `page` among those that map and name `frame`, ahead of the
     /// mapping, so that the frame cannot go away meanwhile. `None` if it has
     /// gone.
-    pub(crate) fn reserve(&self, frame: FrameId, region: RegionId, page: PageIndex) -> Option<ItemId> {
+    pub(crate) fn reserve(
+        &self,
+        frame: FrameId,
+        region: RegionId,
+        page: PageIndex,
+    ) -> Option<ItemId> {
         self.sharing.lock().rmap.add(frame, region, page)
     }
 
@@ -170,14 +190,16 @@ impl<B: Backend> Domain<B> {
     /// How many pages share `frame`.
     pub(crate) fn sharers(&self, frame: FrameId) -> u64 {
         let sharing = self.sharing.lock();
-        sharing.rmap.node(frame).map_or(0, |node| u64::from(node.sharers))
+        sharing
+            .rmap
+            .node(frame)
+            .map_or(0, |node| u64::from(node.sharers))
     }
 
     pub(crate) fn shared(&self) -> Shared {
         let sharing = self.sharing.lock();
         let live = self.stable.len();
-        let trees = (self.stable.len() * StableTree::node_bytes()
-            + self.unstable.len() * UnstableTree::node_bytes()) as u64;
+        let trees = (self.stable.bytes() + self.unstable.bytes()) as u64;
         Shared {
             pages_shared: sharing.rmap.pages_shared(),
             pages_sharing: sharing.rmap.pages_sharing(),
@@ -188,7 +210,10 @@ impl<B: Backend> Domain<B> {
 
     /// Checks that trees, rmap and store agree. `named` says for every frame
     /// how often the regions' records name it and map it as shared.
-    pub(crate) fn check(&self, named: &std::collections::HashMap<FrameId, (u32, u32)>) -> Result<(), String> {
+    pub(crate) fn check(
+        &self,
+        named: &std::collections::HashMap<FrameId, (u32, u32)>,
+    ) -> Result<(), String> {
         self.stable.check()?;
         self.unstable.check()?;
         let sharing = self.sharing.lock();
@@ -197,19 +222,30 @@ impl<B: Backend> Domain<B> {
         for (frame, node) in sharing.rmap.nodes() {
             let (names, sharers) = named.get(&frame).copied().unwrap_or_default();
             if (names, sharers) != (node.named, node.sharers) {
-                return Err(format!("{frame}: named {} shared {}, the records say {names} {sharers}", node.named, node.sharers));
+                return Err(format!(
+                    "{frame}: named {} shared {}, the records say {names} {sharers}",
+                    node.named, node.sharers
+                ));
             }
             let listed = sharing.rmap.sharers_of(frame).count();
             if listed != node.sharers as usize {
-                return Err(format!("{frame}: {} sharers, {listed} on its list", node.sharers));
+                return Err(format!(
+                    "{frame}: {} sharers, {listed} on its list",
+                    node.sharers
+                ));
             }
             let found = self.stable.find_exact(node.fingerprint, &node.digest);
             if node.live != (found == Some(frame)) {
-                return Err(format!("{frame}: live is {}, the stable tree says {found:?}", node.live));
+                return Err(format!(
+                    "{frame}: live is {}, the stable tree says {found:?}",
+                    node.live
+                ));
             }
             if node.live {
                 live += 1;
-                self.store.read(frame, &mut buf).map_err(|error| error.to_string())?;
+                self.store
+                    .read(frame, &mut buf)
+                    .map_err(|error| error.to_string())?;
                 if self.keys.digest(&buf) != node.digest {
                     return Err(format!("{frame}: its content is not what was merged"));
                 }
@@ -220,9 +256,16 @@ impl<B: Backend> Domain<B> {
         }
         let nodes = sharing.rmap.nodes().count() as u64;
         if nodes != sharing.frames.taken() || live != self.stable.len() {
-            return Err(format!("{nodes} nodes, {} numbers taken, {live} live, {} in the tree", sharing.frames.taken(), self.stable.len()));
+            return Err(format!(
+                "{nodes} nodes, {} numbers taken, {live} live, {} in the tree",
+                sharing.frames.taken(),
+                self.stable.len()
+            ));
         }
-        match named.keys().find(|&&frame| sharing.rmap.node(frame).is_none()) {
+        match named
+            .keys()
+            .find(|&&frame| sharing.rmap.node(frame).is_none())
+        {
             Some(frame) => Err(format!("{frame}: named by a record, has no node")),
             None => Ok(()),
         }

@@ -87,7 +87,17 @@ struct Retired {
 #[must_use = "the engine goes on when this is dropped"]
 pub struct Quiesced<'a, B: Backend> {
     ksm: &'a Ksm<B>,
+    holder: ThreadId,
     regions: Vec<Arc<Region<B>>>,
+}
+
+impl<B: Backend> Drop for Quiesced<'_, B> {
+    fn drop(&mut self) {
+        for region in &self.regions {
+            drop(region.evict(self.holder));
+        }
+        drop(self.ksm.scanner.evict(self.holder));
+    }
 }
 
 impl<B: Backend> Ksm<B> {
@@ -101,7 +111,7 @@ impl<B: Backend> Ksm<B> {
             backend,
             config,
             layout: Layout::default(),
-            scanner: Lease::default(),
+            scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
             retired: crate::sync::Mutex::default(),
         })
@@ -209,6 +219,16 @@ impl<B: Backend> Ksm<B> {
         Ok(())
     }
 
+    /// Forgets a trust domain and its store.
+    ///
+    /// # Errors
+    /// [`Error::NoDomain`], [`Error::DomainInUse`].
+    pub fn remove_domain(&self, domain: DomainId) -> Result<(), Error> {
+        self.layout.remove_domain(domain)?;
+        self.retired.lock().remove(&domain);
+        Ok(())
+    }
+
     /// Looks at up to `budget` populated pages, merges what can be merged, and
     /// returns what it did: at the end of a pass over all regions, or when the
     /// budget is spent. The next call goes on where this one stopped.
@@ -265,7 +285,10 @@ impl<B: Backend> Ksm<B> {
             domain.start_pass();
         }
         let regions = self.layout.regions();
-        pass.todo = regions.iter().map(|region| (region.id, PageIndex(0))).collect();
+        pass.todo = regions
+            .iter()
+            .map(|region| (region.id, PageIndex(0)))
+            .collect();
         pass.running = true;
     }
 
@@ -368,9 +391,12 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// [`Error::Quiesced`] when this thread holds it still already.
     pub fn quiesce(&self) -> Result<Quiesced<'_, B>, Error> {
+        // The leases are kept by forgetting their guards, and freed by taking
+        // them over from this thread.
         std::mem::forget(self.scanner.lock()?);
         let mut quiesced = Quiesced {
             ksm: self,
+            holder: std::thread::current().id(),
             regions: Vec::new(),
         };
         for region in self.layout.regions() {

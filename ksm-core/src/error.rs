@@ -112,6 +112,9 @@ pub enum Error {
     /// There is no such domain, or it is gone.
     #[error("no domain {0}")]
     NoDomain(DomainId),
+    /// The domain still has address spaces: remove those first.
+    #[error("domain {0} still has address spaces")]
+    DomainInUse(DomainId),
     /// There is no such address space, or it is gone.
     #[error("no address space {0}")]
     NoSpace(SpaceId),

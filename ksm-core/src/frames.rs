@@ -52,11 +52,6 @@ impl Frames {
         self.free.insert(start, len);
     }
 
-    /// One past the highest number ever taken.
-    pub(crate) const fn end(&self) -> u32 {
-        self.end
-    }
-
     /// How many numbers are taken.
     pub(crate) fn taken(&self) -> u64 {
         u64::from(self.end) - self.free.values().map(|&len| u64::from(len)).sum::<u64>()

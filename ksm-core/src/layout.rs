@@ -100,6 +100,12 @@ impl<B: Backend> Layout<B> {
         Ok(regions)
     }
 
+    /// Enters a region again that was removed.
+    pub(crate) fn put_back(&self, region: &Arc<Region<B>>) {
+        let mut inner = self.inner.lock();
+        inner.regions.insert(region.id, Arc::clone(region));
+    }
+
     pub(crate) fn remove_region(&self, id: RegionId) {
         self.inner.lock().regions.remove(&id);
     }
@@ -108,7 +114,16 @@ impl<B: Backend> Layout<B> {
         self.inner.lock().spaces.remove(&id);
     }
 
-    pub(crate) fn remove_domain(&self, id: DomainId) {
-        self.inner.lock().domains.remove(&id);
+    /// Forgets a domain, unless an address space is in it.
+    pub(crate) fn remove_domain(&self, id: DomainId) -> Result<(), Error> {
+        let mut inner = self.inner.lock();
+        if inner.spaces.values().any(|domain| domain.id == id) {
+            return Err(Error::DomainInUse(id));
+        }
+        inner
+            .domains
+            .remove(&id)
+            .map(drop)
+            .ok_or(Error::NoDomain(id))
     }
 }

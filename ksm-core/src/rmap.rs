@@ -107,7 +107,12 @@ impl Rmap {
 
     /// Adds `page` to those that map and name `frame`. `None` if the frame is
     /// not live, or 4 billion items exist.
-    pub(crate) fn add(&mut self, frame: FrameId, region: RegionId, page: PageIndex) -> Option<ItemId> {
+    pub(crate) fn add(
+        &mut self,
+        frame: FrameId,
+        region: RegionId,
+        page: PageIndex,
+    ) -> Option<ItemId> {
         let head = self.node(frame).filter(|node| node.live)?.head;
         let item = RmapItem {
             page,
@@ -249,7 +254,10 @@ mod tests {
         let items = [1, 2, 3].map(|page| add(&mut rmap, page));
         assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (1, 2));
         assert_eq!(rmap.remove(items[1]), (FrameId(4), 2));
-        let pages: Vec<_> = rmap.sharers_of(FrameId(4)).map(|(_, page)| page.0).collect();
+        let pages: Vec<_> = rmap
+            .sharers_of(FrameId(4))
+            .map(|(_, page)| page.0)
+            .collect();
         assert_eq!(pages, [3, 1]);
         assert_eq!(rmap.remove(items[2]).1, 1);
         assert_eq!(rmap.remove(items[0]).1, 0);

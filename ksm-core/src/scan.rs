@@ -147,7 +147,11 @@ impl<B: Backend> Window<'_, '_, B> {
         };
         let mut record = self.region.pages().get(page);
         let same = record.fingerprint == Some(fingerprint);
-        record.age = if same { record.age.saturating_add(1) } else { 0 };
+        record.age = if same {
+            record.age.saturating_add(1)
+        } else {
+            0
+        };
         record.fingerprint = Some(fingerprint);
         record.class = Class::Volatile;
         self.region.pages().set(page, record);
@@ -181,8 +185,9 @@ impl<B: Backend> Window<'_, '_, B> {
 
     fn stable_frame(&mut self, page: PageIndex, fingerprint: Fingerprint) -> Option<FrameId> {
         let (memory, buf) = (self.guard.memory(), &mut self.buf);
-        let content = || memory.read(page, buf).ok().map(|()| &**buf);
-        self.region.domain.find(fingerprint, content)
+        let keys = &self.region.domain.keys;
+        let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
+        self.region.domain.find(fingerprint, digest)
     }
 
     /// Whether an item of the unstable tree still stands for a page that looks

@@ -86,7 +86,10 @@ fn merged_runs<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Vec<
 }
 
 /// Notes which merged pages of `range` have copies of their own.
-fn note_copies<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Result<(), BackendError> {
+fn note_copies<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    range: PageRange,
+) -> Result<(), BackendError> {
     let mut runs = Vec::new();
     let mut rest = range;
     while !rest.is_empty() {
@@ -125,7 +128,10 @@ pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
     Ok(())
 }
 
-fn restore_runs<B: Backend>(guard: &RegionGuard<'_, B>, runs: &[PageRange]) -> Result<(), BackendError> {
+fn restore_runs<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    runs: &[PageRange],
+) -> Result<(), BackendError> {
     for &run in runs {
         let landing = guard.take_off(run, Backing::Frame, Vec::new());
         let held = guard.memory().stop(run, Backing::Frame)?;

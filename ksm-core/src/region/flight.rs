@@ -111,12 +111,10 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             // Says so ahead of the truth: if the copies are still there, the
             // next look at the page map finds them.
             Some(change @ Change::Reuse(_)) => self.record(change),
-            Some(change) => {
-                if self.memory().settle(change.range(), backing) == Settled::Replaced {
-                    self.record(change);
-                }
+            Some(change) if self.memory().settle(change.range(), backing) == Settled::Replaced => {
+                self.record(change);
             }
-            None => {}
+            _ => {}
         }
         self.memory().lift(range, backing);
         let flight = std::mem::take(&mut *self.lease.journal());

@@ -24,7 +24,7 @@ use std::thread::ThreadId;
 
 use crate::backend::{Backend, Memory, RegionOptions};
 use crate::domain::Domain;
-use crate::outcome::OutcomeCounts;
+use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::stats::MemoryStats;
 use crate::sync::{Mutex, MutexGuard};
@@ -64,7 +64,7 @@ impl<B: Backend> Region<B> {
             domain,
             options,
             memory,
-            lease: Lease::default(),
+            lease: Lease::new(),
             pages: Mutex::default(),
             tally: Mutex::default(),
         }
@@ -117,6 +117,7 @@ impl<B: Backend> Region<B> {
     pub(crate) fn stats(&self) -> MemoryStats {
         let counts = self.pages().counts();
         let tally = *self.tally();
+        let lease = self.lease.counts();
         MemoryStats {
             pages: self.memory.len(),
             ksm_rmap_items: counts.seen,
@@ -126,6 +127,8 @@ impl<B: Backend> Region<B> {
             pages_volatile: counts.volatile,
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
+            lease_waits: lease.waits,
+            lease_refusals: lease.refusals,
             outcomes: tally.outcomes,
         }
     }
@@ -163,6 +166,17 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         drop(pages);
         self.region.domain.unshare(item);
         self.region.tally().cow_breaks += 1;
+    }
+
+    /// Writes down what became of a page, unless its class says more.
+    pub(crate) fn note_outcome(&self, page: PageIndex, outcome: Outcome) {
+        let mut pages = self.region.pages();
+        pages.update(page, |record| {
+            if record.class == Class::Unshared && outcome != Outcome::Unchanged {
+                record.class = Class::Volatile;
+            }
+            record.outcome = outcome;
+        });
     }
 
     /// The mappings of `range` were replaced by the region's own memory.

@@ -10,7 +10,8 @@ use crate::page::{FrameId, PageIndex, PageRange};
 use crate::rmap::ItemId;
 
 /// Pages in a chunk: 2 MiB of guest memory, 8 KiB of records.
-const CHUNK_PAGES: u64 = 512;
+const CHUNK_PAGES: u64 = CHUNK_LEN as u64;
+const CHUNK_LEN: usize = 512;
 
 /// What a page is to the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,8 +92,7 @@ impl Packed {
                 return Self::with_tag(record, item.0);
             }
         };
-        let tag =
-            class << 16 | u32::from(record.age) << 8 | u32::from(record.outcome as u8);
+        let tag = class << 16 | u32::from(record.age) << 8 | u32::from(record.outcome as u8);
         Self::with_tag(record, Self::NO_ITEM | tag)
     }
 
@@ -162,7 +162,7 @@ impl Counts {
     }
 }
 
-type Chunk = Box<[Packed; CHUNK_PAGES as usize]>;
+type Chunk = Box<[Packed; CHUNK_LEN]>;
 
 /// The records of one region.
 #[derive(Debug, Default)]
@@ -192,7 +192,7 @@ impl PageTable {
         let records = self
             .chunks
             .entry(chunk)
-            .or_insert_with(|| Box::new([Packed::UNSEEN; CHUNK_PAGES as usize]));
+            .or_insert_with(|| Box::new([Packed::UNSEEN; CHUNK_LEN]));
         let old = std::mem::replace(&mut records[slot], Packed::pack(&record));
         self.counts
             .replace(Counts::of(&old.unpack()), Counts::of(&record));
@@ -219,10 +219,7 @@ impl PageTable {
 
     /// The records of `range` that are not [`Record::UNSEEN`], in order; pages
     /// that were never seen cost nothing.
-    pub(crate) fn seen(
-        &self,
-        range: PageRange,
-    ) -> impl Iterator<Item = (PageIndex, Record)> + '_ {
+    pub(crate) fn seen(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, Record)> + '_ {
         let first = range.start.0 / CHUNK_PAGES;
         let last = range.end.0.div_ceil(CHUNK_PAGES).max(first);
         self.chunks
@@ -230,7 +227,9 @@ impl PageTable {
             .flat_map(move |(&chunk, records)| {
                 let start = PageIndex(chunk * CHUNK_PAGES);
                 let pages = PageRange::new(start, CHUNK_PAGES).intersection(range);
-                pages.iter().map(|page| (page, records[Self::place(page).1]))
+                pages
+                    .iter()
+                    .map(|page| (page, records[Self::place(page).1]))
             })
             .map(|(page, packed)| (page, packed.unpack()))
             .filter(|(_, record)| *record != Record::UNSEEN)
