@@ -215,3 +215,39 @@ impl<N: Node> fmt::Debug for ShardedTree<N> {
 fn bits_for(shards: usize) -> u32 {
     shards.next_power_of_two().ilog2().min(MAX_BITS)
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::page::PageIndex;
+    use crate::region::RegionId;
+    use crate::unstable::{UnstableItem, UnstableTree};
+
+    fn item(page: u64) -> UnstableItem {
+        UnstableItem {
+            region: RegionId(0),
+            page: PageIndex(page),
+        }
+    }
+
+    /// Two threads bring equal pages while the tree is cut anew: one stands, the
+    /// other finds it, and nothing is lost.
+    #[test]
+    fn loom_of_two_equal_pages_one_finds_the_other() {
+        loom::model(|| {
+            let tree = Arc::new(UnstableTree::new(1));
+            let threads = [1, 2].map(|page| {
+                let tree = Arc::clone(&tree);
+                thread::spawn(move || tree.find_or_insert(Fingerprint(u64::MAX), item(page)))
+            });
+            tree.reshard(3 * SHARD_NODES);
+            let found = threads.map(|thread| thread.join().unwrap());
+            assert!(found == [None, Some(item(1))] || found == [Some(item(2)), None]);
+            assert_eq!(tree.check(), Ok(()));
+            assert_eq!(tree.len(), 1);
+        });
+    }
+}
