@@ -1,6 +1,8 @@
 //! Operations from bytes: every string of bytes is a script that makes sense,
 //! mostly. For fuzzing and property tests.
 
+use std::slice;
+
 use super::content::Content;
 use super::op::{Op, Reach};
 use crate::backend::sim::{Call, Failure};
@@ -13,19 +15,26 @@ const MAX_DOMAINS: usize = 3;
 const MAX_SPACES: usize = 4;
 const MAX_REGIONS: usize = 5;
 
+/// Bytes that an operation is made from. Always as many, so that leaving some
+/// out, as shrinking and fuzzing do, leaves the other operations what they are.
+pub const BYTES_PER_OP: usize = 6;
+
 /// Makes a script of `bytes`: one domain with a guest first, then whatever the
 /// bytes say. Names are mostly of things that are there.
 #[must_use]
 pub fn decode(bytes: &[u8]) -> Vec<Op> {
+    let mut chunks = bytes.chunks(BYTES_PER_OP);
     let mut decoder = Decoder {
-        bytes: bytes.iter().copied(),
+        bytes: chunks.next().unwrap_or_default().iter(),
         domains: 1,
         spaces: vec![true],
         regions: Vec::new(),
         ops: vec![Op::Domain, Op::Space { domain: 0 }],
     };
     decoder.register(0);
-    while let Some(code) = decoder.bytes.next() {
+    for chunk in chunks {
+        decoder.bytes = chunk.iter();
+        let code = decoder.byte();
         decoder.op(code);
     }
     decoder.ops
@@ -39,17 +48,18 @@ struct Known {
     registered: bool,
 }
 
-struct Decoder<I> {
-    bytes: I,
+struct Decoder<'a> {
+    /// What is left of the bytes of one operation.
+    bytes: slice::Iter<'a, u8>,
     domains: usize,
     spaces: Vec<bool>,
     regions: Vec<Known>,
     ops: Vec<Op>,
 }
 
-impl<I: Iterator<Item = u8>> Decoder<I> {
+impl Decoder<'_> {
     fn byte(&mut self) -> u8 {
-        self.bytes.next().unwrap_or(0)
+        self.bytes.next().copied().unwrap_or(0)
     }
 
     fn below(&mut self, bound: usize) -> usize {

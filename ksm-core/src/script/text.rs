@@ -264,9 +264,7 @@ fn reach(words: &mut Words<'_>) -> Result<Reach, String> {
 
 /// The operations on pages of a region.
 fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
-    let known = [
-        "read", "discard", "swap", "fork", "pin", "unpin", "huge",
-    ];
+    let known = ["read", "discard", "swap", "fork", "pin", "unpin", "huge"];
     if !known.contains(&verb) {
         return Err(format!("{verb:?} is no operation"));
     }
