@@ -188,7 +188,8 @@ impl Scratch {
 
     /// The pages.
     pub(super) fn span(&self) -> Span {
-        self.0.expect("taken only by `move_over`, which consumes it")
+        self.0
+            .expect("taken only by `move_over`, which consumes it")
     }
 
     /// Moves the mapping in place of `to`.

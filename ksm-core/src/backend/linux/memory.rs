@@ -100,8 +100,7 @@ impl LinuxMemory {
     pub(super) fn slots_of(&self, range: PageRange) -> Span {
         let run = self.journal.run();
         assert_eq!(range.intersection(run), range, "not the run that is out");
-        self.staging
-            .slots(range.start.0 - run.start.0, range.len())
+        self.staging.slots(range.start.0 - run.start.0, range.len())
     }
 
     /// Whether pages of `backing` are stopped by moving them out.

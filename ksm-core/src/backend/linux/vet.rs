@@ -65,7 +65,11 @@ fn vet_mapping(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
         return Err(RegisterError::PrivateFile { address });
     }
     let plain = !flags.intersects(VmFlags::IO | VmFlags::PF | VmFlags::MM);
-    if !plain || !map.perms.contains(MMPermissions::READ | MMPermissions::WRITE) {
+    if !plain
+        || !map
+            .perms
+            .contains(MMPermissions::READ | MMPermissions::WRITE)
+    {
         return Err(RegisterError::NotMapped { address });
     }
     if flags.contains(VmFlags::LO) {
@@ -101,7 +105,10 @@ fn find(maps: &[MemoryMap], address: u64) -> Option<&MemoryMap> {
 fn read_maps(smaps: BorrowedFd<'_>) -> Result<Vec<MemoryMap>, RegisterError> {
     let reader = BufReader::with_capacity(64 << 10, FromStart { fd: smaps, at: 0 });
     let maps = MemoryMaps::from_buf_read(reader).map_err(|error| {
-        host_error("read of /proc/self/smaps", io::Error::other(error.to_string()))
+        host_error(
+            "read of /proc/self/smaps",
+            io::Error::other(error.to_string()),
+        )
     })?;
     Ok(maps.0)
 }
