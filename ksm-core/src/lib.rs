@@ -13,6 +13,9 @@ pub mod fault;
 mod fault;
 #[allow(dead_code)]
 mod fingerprint;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 pub mod outcome;
 pub mod page;
 mod region;

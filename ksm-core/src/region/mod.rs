@@ -2,6 +2,6 @@
 
 mod ids;
 #[allow(dead_code)]
-mod lease;
+pub(crate) mod lease;
 
 pub use ids::{DomainId, RegionId, SpaceId};
