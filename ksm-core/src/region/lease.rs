@@ -172,7 +172,10 @@ impl<J> Drop for LeaseGuard<'_, J> {
             .is_some_and(|holder| holder.epoch == self.epoch)
         {
             queue.holder = None;
-            self.lease.turn.notify_all();
+            if !queue.waiting.is_empty() {
+                // A system call, whether anybody waits or not.
+                self.lease.turn.notify_all();
+            }
         }
     }
 }
