@@ -3,8 +3,7 @@
 
 use crate::fingerprint::{Digest, Fingerprint, Keys};
 use crate::page::{FrameId, PageBuf, PageIndex};
-use crate::region::RegionId;
-use crate::region::lease::Lease;
+use crate::region::{Lease, RegionId};
 use crate::stable::{Found, StableTree};
 use crate::unstable::{UnstableItem, UnstableTree};
 

@@ -167,6 +167,7 @@ impl<N: Node> ShardedTree<N> {
     }
 
     /// Calls `each` with every node, in order. Each shard is locked meanwhile.
+    #[cfg(test)]
     pub(crate) fn for_each(&self, mut each: impl FnMut(&N)) {
         for tree in &self.shards.read().trees {
             tree.lock().iter().for_each(&mut each);
@@ -217,7 +218,8 @@ fn bits_for(shards: usize) -> u32 {
     shards.next_power_of_two().ilog2().min(MAX_BITS)
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
+#[cfg(loom)]
 mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;

@@ -80,6 +80,7 @@ impl StableTree {
     }
 
     /// Calls `each` with every frame, in order.
+    #[cfg(test)]
     pub(crate) fn for_each(&self, mut each: impl FnMut(Fingerprint, &Digest, FrameId)) {
         self.0
             .for_each(|node| each(node.fingerprint, &node.digest, node.frame));
@@ -91,6 +92,7 @@ impl StableTree {
     }
 
     /// Bytes that one node takes.
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) const fn node_bytes() -> usize {
         size_of::<StableNode>()
     }
