@@ -78,6 +78,9 @@ pub mod fault;
 mod fault;
 mod fingerprint;
 mod frames;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 mod layout;
 mod merge;
 pub mod outcome;
