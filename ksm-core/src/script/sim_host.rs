@@ -89,7 +89,7 @@ impl Host for SimHost {
 
     fn set_weather(&mut self, weather: Weather) -> bool {
         match weather {
-            Weather::Fail(call, failure, nth) => self.sim.fail_nth(call, failure, nth),
+            Weather::Fail { call, failure, nth } => self.sim.fail_nth(call, failure, nth),
             Weather::MaxVmas(max) => self.sim.set_max_vmas(max),
             Weather::Storm => self.sim.set_storm(Storm::rough()),
             Weather::Calm => {
