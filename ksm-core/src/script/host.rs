@@ -93,6 +93,12 @@ pub trait Host {
         false
     }
 
+    /// Holds the host still, or lets it go on: no weather while the engine is
+    /// only looked at.
+    fn hold_still(&mut self, still: bool) {
+        let _ = still;
+    }
+
     /// What a storm did to `guest` since the last call, in order.
     fn events(&mut self, guest: &Self::Guest) -> Vec<Event> {
         let _ = guest;

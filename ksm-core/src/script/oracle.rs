@@ -1,6 +1,6 @@
 //! What guests wrote: a list of contents, which knows nothing of merging.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::page::{PageBuf, PageIndex, PageRange};
@@ -75,6 +75,8 @@ pub(super) struct Census<'a> {
     pub(super) perhaps_zeros: u64,
     /// Written pages that cannot be merged for now.
     pub(super) unfit: u64,
+    /// Their contents.
+    unfit_contents: HashSet<&'a [u8]>,
 }
 
 impl<'a> Census<'a> {
@@ -82,7 +84,10 @@ impl<'a> Census<'a> {
         match cell {
             Cell::Absent => {}
             Cell::Dropped => self.perhaps_zeros += 1,
-            Cell::Written(_) if !fit => self.unfit += 1,
+            Cell::Written(bytes) if !fit => {
+                self.unfit += 1;
+                self.unfit_contents.insert(bytes.bytes());
+            }
             Cell::Written(bytes) if bytes.is_zero() => self.zeros += 1,
             Cell::Written(bytes) => *self.contents.entry(bytes.bytes()).or_default() += 1,
         }
@@ -103,5 +108,14 @@ impl<'a> Census<'a> {
     pub(super) fn singles(&self) -> u64 {
         let ones = self.contents.values().filter(|&&pages| pages == 1);
         ones.count() as u64
+    }
+
+    /// Those of them whose only equals are unfit: they are matched with those
+    /// again and again, in vain.
+    pub(super) fn courting(&self) -> u64 {
+        let unfit = self.unfit_contents.iter();
+        unfit
+            .filter(|bytes| self.contents.get(*bytes) == Some(&1))
+            .count() as u64
     }
 }

@@ -99,6 +99,10 @@ impl Host for SimHost {
         true
     }
 
+    fn hold_still(&mut self, still: bool) {
+        self.sim.hold_still(still);
+    }
+
     fn events(&mut self, guest: &SimGuest) -> Vec<Event> {
         guest.take_storm_log()
     }

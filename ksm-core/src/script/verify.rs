@@ -25,7 +25,10 @@ impl<H: Host> Runner<H> {
             }
         }
         self.verify_merged()?;
-        self.ksm.check()
+        self.host.hold_still(true);
+        let checked = self.ksm.check();
+        self.host.hold_still(false);
+        checked
     }
 
     /// The engine knows of every page in which a frame shows; it may not yet
