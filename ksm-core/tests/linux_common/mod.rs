@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -115,6 +115,17 @@ impl Guest {
             let address = MemoryRegionAddress(page * PAGE_SIZE_U64);
             region.store(byte, address, Ordering::Release).unwrap();
         }))
+    }
+
+    /// The same, once `go` is set.
+    pub(crate) fn writes_after(&self, go: &Arc<AtomicBool>, page: u64, byte: u8) -> Vcpu {
+        let (guest, go) = (self.clone(), Arc::clone(go));
+        Vcpu::run(move || {
+            while !go.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            guest.store(page, byte);
+        })
     }
 
     pub(crate) fn advise(&self, range: PageRange, advice: Advice) {
