@@ -88,6 +88,8 @@ pub mod page;
 mod region;
 mod rmap;
 mod scan;
+#[cfg(feature = "script")]
+pub mod script;
 mod sharded;
 mod stable;
 mod stats;
