@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::span::usize_from;
 use crate::page::{PageIndex, PageRange};
 
 /// The longest run that is stopped at once, in pages.
 pub(super) const MAX_STOP: u64 = 256;
 
-const WORDS: usize = MAX_STOP as usize / 64;
+const WORDS: usize = 4;
+const _: () = assert!(WORDS as u64 * 64 == MAX_STOP);
 
 /// Bits that hold the length of the run in [`Journal::run`].
 const LEN_BITS: u32 = 9;
@@ -25,12 +27,11 @@ impl Bits {
     }
 
     fn set(&self, slot: u64) {
-        let bit = 1 << (slot % 64);
-        self.0[(slot / 64) as usize].fetch_or(bit, Ordering::AcqRel);
+        self.0[usize_from(slot / 64)].fetch_or(1 << (slot % 64), Ordering::AcqRel);
     }
 
     fn get(&self, slot: u64) -> bool {
-        self.0[(slot / 64) as usize].load(Ordering::Acquire) >> (slot % 64) & 1 != 0
+        self.0[usize_from(slot / 64)].load(Ordering::Acquire) >> (slot % 64) & 1 != 0
     }
 }
 

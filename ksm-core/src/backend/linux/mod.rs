@@ -20,6 +20,8 @@
 #![allow(unsafe_code)]
 
 mod caps;
+#[cfg(test)]
+mod interrupted;
 mod journal;
 mod mapping;
 mod memory;
@@ -31,6 +33,7 @@ mod source;
 mod span;
 mod staging;
 mod store;
+mod trial;
 mod uffd;
 mod vet;
 
