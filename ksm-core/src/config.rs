@@ -21,6 +21,10 @@ pub struct Config {
     /// From how many pages on a window is fingerprinted by the rayon pool that
     /// `scan` is called in. `u32::MAX` for never.
     pub parallel_pages: u32,
+    /// What the secrets of trust domains are made from: random if `None`. With a
+    /// seed a run can be repeated, and a guest that knows it can attack the trees:
+    /// for tests.
+    pub seed: Option<[u8; 32]>,
 }
 
 impl Default for Config {
@@ -31,6 +35,7 @@ impl Default for Config {
             window_pages: 1024,
             pages_per_stop: 256,
             parallel_pages: 256,
+            seed: None,
         }
     }
 }

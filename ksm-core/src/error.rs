@@ -95,8 +95,11 @@ pub enum RegisterError {
         address: u64,
     },
     /// It is registered already.
-    #[error("guest memory overlaps region {0}, which is registered already")]
-    Overlaps(RegionId),
+    #[error("guest memory at {address:#x} overlaps memory that is registered already")]
+    Overlaps {
+        /// Host address of the overlap.
+        address: u64,
+    },
     /// The host failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
@@ -109,6 +112,9 @@ pub enum Error {
     /// There is no such domain, or it is gone.
     #[error("no domain {0}")]
     NoDomain(DomainId),
+    /// The domain still has address spaces: remove those first.
+    #[error("domain {0} still has address spaces")]
+    DomainInUse(DomainId),
     /// There is no such address space, or it is gone.
     #[error("no address space {0}")]
     NoSpace(SpaceId),

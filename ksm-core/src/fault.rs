@@ -42,16 +42,19 @@ impl Step {
     ];
 }
 
+/// What a test does at a step.
+#[cfg(feature = "fault-injection")]
+pub type Hook = Box<dyn FnMut(Step)>;
+
 #[cfg(feature = "fault-injection")]
 thread_local! {
-    static HOOK: std::cell::RefCell<Option<Box<dyn FnMut(Step)>>> =
-        const { std::cell::RefCell::new(None) };
+    static HOOK: std::cell::RefCell<Option<Hook>> = const { std::cell::RefCell::new(None) };
 }
 
 /// Lets `hook` be called at every step that this thread takes from now on; it
 /// may panic, or never return. `None` takes it away.
 #[cfg(feature = "fault-injection")]
-pub fn set_hook(hook: Option<Box<dyn FnMut(Step)>>) {
+pub fn set_hook(hook: Option<Hook>) {
     HOOK.with(|cell| *cell.borrow_mut() = hook);
 }
 

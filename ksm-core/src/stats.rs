@@ -30,13 +30,32 @@ pub struct Stats {
     pub frames_lingering: u64,
     /// Bytes that the engine's own records take.
     pub metadata_bytes: u64,
-    /// Bytes saved less bytes spent on records: `general_profit` of the kernel.
-    pub general_profit: i64,
     /// What became of the pages that were looked at.
     pub outcomes: OutcomeCounts,
 }
 
 impl Stats {
+    /// Adds the counters of another domain of the same engine.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.pages_shared += other.pages_shared;
+        self.pages_sharing += other.pages_sharing;
+        self.pages_unshared += other.pages_unshared;
+        self.pages_volatile += other.pages_volatile;
+        self.ksm_zero_pages += other.ksm_zero_pages;
+        self.pages_scanned += other.pages_scanned;
+        self.full_scans = other.full_scans;
+        self.cow_breaks += other.cow_breaks;
+        self.frames_lingering += other.frames_lingering;
+        self.metadata_bytes += other.metadata_bytes;
+        self.outcomes.add(&other.outcomes);
+    }
+
+    /// Bytes saved less bytes spent on records: the kernel's `general_profit`.
+    #[must_use]
+    pub const fn general_profit(&self) -> i64 {
+        self.saved_bytes().cast_signed() - self.metadata_bytes.cast_signed()
+    }
+
     /// Bytes that the guests' memory would take more if nothing were merged.
     #[must_use]
     pub const fn saved_bytes(&self) -> u64 {
@@ -65,6 +84,10 @@ pub struct MemoryStats {
     pub pages_copied: u64,
     /// Merged pages that the guest wrote to since it was registered, in pages.
     pub cow_breaks: u64,
+    /// How often somebody waited for the lease of a region.
+    pub lease_waits: u64,
+    /// How often a pass found a region busy and put it off.
+    pub lease_refusals: u64,
     /// What became of the pages that were looked at.
     pub outcomes: OutcomeCounts,
 }
@@ -80,6 +103,8 @@ impl MemoryStats {
         self.pages_volatile += other.pages_volatile;
         self.pages_copied += other.pages_copied;
         self.cow_breaks += other.cow_breaks;
+        self.lease_waits += other.lease_waits;
+        self.lease_refusals += other.lease_refusals;
         self.outcomes.add(&other.outcomes);
     }
 }

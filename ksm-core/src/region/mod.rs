@@ -1,5 +1,203 @@
 //! Regions: stretches of guest memory, each with a lease of its own.
+//!
+//! Whatever changes a region's pages holds its lease, as a [`RegionGuard`]: the
+//! guard's methods are the only way to the backend's calls that change a page,
+//! so that walking a region without its lease does not compile. Reading records
+//! (counters, `explain`) needs no lease.
+//!
+//! The lease carries a [`Flight`]: what its holder has under way, written down
+//! before it is done. A holder that unwinds, and one that vanishes, are ended by
+//! the same function, [`RegionGuard::land`].
 
+mod flight;
 mod ids;
+mod lease;
+mod page_table;
 
+pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
+pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
+pub(crate) use page_table::{Class, PageTable, Record};
+
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use crate::backend::{Backend, Memory, RegionOptions};
+use crate::domain::Domain;
+use crate::outcome::{Outcome, OutcomeCounts};
+use crate::page::{PageIndex, PageRange};
+use crate::stats::MemoryStats;
+use crate::sync::{Mutex, MutexGuard};
+
+/// One registered stretch of guest memory.
+#[derive(Debug)]
+pub(crate) struct Region<B: Backend> {
+    pub(crate) id: RegionId,
+    pub(crate) space: SpaceId,
+    pub(crate) domain: Arc<Domain<B>>,
+    pub(crate) options: RegionOptions,
+    memory: B::Memory,
+    lease: Lease<Flight>,
+    pages: Mutex<PageTable>,
+    tally: Mutex<Tally>,
+}
+
+/// What was counted of a region since it was registered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) cow_breaks: u64,
+    pub(crate) pages_scanned: u64,
+    pub(crate) outcomes: OutcomeCounts,
+}
+
+impl<B: Backend> Region<B> {
+    pub(crate) fn new(
+        id: RegionId,
+        space: SpaceId,
+        domain: Arc<Domain<B>>,
+        memory: B::Memory,
+        options: RegionOptions,
+    ) -> Self {
+        Self {
+            id,
+            space,
+            domain,
+            options,
+            memory,
+            lease: Lease::new(),
+            pages: Mutex::default(),
+            tally: Mutex::default(),
+        }
+    }
+
+    /// All pages.
+    pub(crate) fn range(&self) -> PageRange {
+        PageRange::new(PageIndex(0), self.memory.len())
+    }
+
+    /// The longest run that can be stopped at once, in pages.
+    pub(crate) fn max_stop(&self) -> u64 {
+        self.memory.max_stop()
+    }
+
+    /// Takes the lease, waiting in turn.
+    pub(crate) fn lock(&self) -> Result<RegionGuard<'_, B>, HeldByThisThread> {
+        Ok(RegionGuard {
+            region: self,
+            lease: self.lease.lock()?,
+        })
+    }
+
+    /// Takes the lease if it is free.
+    pub(crate) fn try_lock(&self) -> Result<Option<RegionGuard<'_, B>>, HeldByThisThread> {
+        let lease = self.lease.try_lock()?;
+        Ok(lease.map(|lease| RegionGuard {
+            region: self,
+            lease,
+        }))
+    }
+
+    /// Takes the lease from a thread that is gone, if that has it.
+    pub(crate) fn evict(&self, dead: ThreadId) -> Option<RegionGuard<'_, B>> {
+        Some(RegionGuard {
+            region: self,
+            lease: self.lease.evict(dead)?,
+        })
+    }
+
+    /// The records, to be read. Held only for short, never across a host call.
+    pub(crate) fn pages(&self) -> MutexGuard<'_, PageTable> {
+        self.pages.lock()
+    }
+
+    pub(crate) fn tally(&self) -> MutexGuard<'_, Tally> {
+        self.tally.lock()
+    }
+
+    pub(crate) fn stats(&self) -> MemoryStats {
+        let counts = self.pages().counts();
+        let tally = *self.tally();
+        let lease = self.lease.counts();
+        MemoryStats {
+            pages: self.memory.len(),
+            ksm_rmap_items: counts.seen,
+            ksm_merging_pages: counts.merged,
+            ksm_zero_pages: counts.zero,
+            pages_unshared: counts.unshared,
+            pages_volatile: counts.volatile,
+            pages_copied: counts.copied,
+            cow_breaks: tally.cow_breaks,
+            lease_waits: lease.waits,
+            lease_refusals: lease.refusals,
+            outcomes: tally.outcomes,
+        }
+    }
+}
+
+/// The lease of a region: the right to change its pages.
+#[derive(Debug)]
+pub(crate) struct RegionGuard<'a, B: Backend> {
+    region: &'a Region<B>,
+    lease: LeaseGuard<'a, Flight>,
+}
+
+impl<'a, B: Backend> RegionGuard<'a, B> {
+    pub(crate) fn region(&self) -> &'a Region<B> {
+        self.region
+    }
+
+    /// The memory whose pages this guard may change.
+    pub(crate) fn memory(&self) -> &B::Memory {
+        &self.region.memory
+    }
+
+    /// A merged page was written to, or given a copy: it maps its frame no
+    /// longer, though its mapping still names it.
+    pub(crate) fn note_copied(&self, page: PageIndex) {
+        let mut pages = self.region.pages();
+        let mut record = pages.get(page);
+        let Class::Merged(item) = record.class else {
+            return;
+        };
+        record.class = Class::Volatile;
+        record.fingerprint = None;
+        record.age = 0;
+        pages.set(page, record);
+        drop(pages);
+        self.region.domain.unshare(item);
+        self.region.tally().cow_breaks += 1;
+    }
+
+    /// Writes down what became of a page, unless its class says more.
+    pub(crate) fn note_outcome(&self, page: PageIndex, outcome: Outcome) {
+        let mut pages = self.region.pages();
+        pages.update(page, |record| {
+            if record.class == Class::Unshared && outcome != Outcome::Unchanged {
+                record.class = Class::Volatile;
+            }
+            record.outcome = outcome;
+        });
+    }
+
+    /// The mappings of `range` were replaced by the region's own memory.
+    /// `change` is applied to the record of each page that was over a frame.
+    pub(crate) fn note_own(&self, range: PageRange, change: impl Fn(&mut Record)) {
+        let runs = self.region.pages().frame_runs(range);
+        for page in runs.into_iter().flat_map(PageRange::iter) {
+            let old = self.region.pages().get(page);
+            self.region.pages().update(page, |record| {
+                record.frame = None;
+                if matches!(record.class, Class::Merged(_)) {
+                    record.class = Class::Volatile;
+                }
+                change(record);
+            });
+            if let Class::Merged(item) = old.class {
+                self.region.domain.unshare(item);
+            }
+            if let Some(frame) = old.frame {
+                self.region.domain.unname(frame);
+            }
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! The engine's record of every page that it has seen populated: 16 bytes a
+//! page, in chunks that exist only where there was something to see.
+
+use std::collections::BTreeMap;
+
+use crate::backend::Backing;
+use crate::fingerprint::Fingerprint;
+use crate::outcome::Outcome;
+use crate::page::{FrameId, PageIndex, PageRange};
+use crate::rmap::ItemId;
+
+/// Pages in a chunk: 2 MiB of guest memory, 8 KiB of records.
+const CHUNK_PAGES: u64 = CHUNK_LEN as u64;
+const CHUNK_LEN: usize = 512;
+
+/// What a page is to the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    /// Not mergeable now: seen for the first time, or changing.
+    Volatile,
+    /// Stable, in the unstable tree of this pass or the last.
+    Unshared,
+    /// A zero page of the engine's making, as far as is known.
+    Zero,
+    /// Maps a frame, through this rmap_item.
+    Merged(ItemId),
+}
+
+/// One page's record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// What it looked like when a pass last read it; `None` before that.
+    pub(crate) fingerprint: Option<Fingerprint>,
+    /// The frame that its mapping names, whether it shows or is copied over.
+    pub(crate) frame: Option<FrameId>,
+    pub(crate) class: Class,
+    /// For how many passes the fingerprint has stayed the same, saturating.
+    pub(crate) age: u8,
+    /// What became of it in the pass that last looked at it.
+    pub(crate) outcome: Outcome,
+}
+
+impl Record {
+    pub(crate) const UNSEEN: Self = Self {
+        fingerprint: None,
+        frame: None,
+        class: Class::Volatile,
+        age: 0,
+        outcome: Outcome::Unseen,
+    };
+
+    pub(crate) const fn backing(&self) -> Backing {
+        match self.frame {
+            Some(_) => Backing::Frame,
+            None => Backing::Own,
+        }
+    }
+
+    /// Merged once, written to since, and still over a frame's mapping.
+    pub(crate) const fn is_copied(&self) -> bool {
+        self.frame.is_some() && !matches!(self.class, Class::Merged(_))
+    }
+}
+
+/// A [`Record`] in 16 bytes.
+///
+/// `fingerprint` 0 and `frame` `u32::MAX` mean none. `tag` is an item's number
+/// or, from [`Packed::NO_ITEM`] on, class, age and outcome in a byte each.
+#[derive(Clone, Copy, Debug)]
+struct Packed {
+    fingerprint: u64,
+    frame: u32,
+    tag: u32,
+}
+
+impl Packed {
+    const NO_FRAME: u32 = u32::MAX;
+    const NO_ITEM: u32 = 0xff00_0000;
+    const UNSEEN: Self = Self {
+        fingerprint: 0,
+        frame: Self::NO_FRAME,
+        tag: Self::NO_ITEM,
+    };
+
+    fn pack(record: &Record) -> Self {
+        let class = match record.class {
+            Class::Volatile => 0,
+            Class::Unshared => 1,
+            Class::Zero => 2,
+            Class::Merged(item) => {
+                debug_assert!(item.0 < Self::NO_ITEM);
+                return Self::with_tag(record, item.0);
+            }
+        };
+        let tag = class << 16 | u32::from(record.age) << 8 | u32::from(record.outcome as u8);
+        Self::with_tag(record, Self::NO_ITEM | tag)
+    }
+
+    fn with_tag(record: &Record, tag: u32) -> Self {
+        Self {
+            fingerprint: record.fingerprint.map_or(0, |fingerprint| fingerprint.0),
+            frame: record.frame.map_or(Self::NO_FRAME, |frame| frame.0),
+            tag,
+        }
+    }
+
+    fn unpack(self) -> Record {
+        let [outcome, age, class, _] = self.tag.to_le_bytes();
+        let merged = self.tag < Self::NO_ITEM;
+        Record {
+            fingerprint: (self.fingerprint != 0).then_some(Fingerprint(self.fingerprint)),
+            frame: (self.frame != Self::NO_FRAME).then_some(FrameId(self.frame)),
+            class: match class {
+                _ if merged => Class::Merged(ItemId(self.tag)),
+                1 => Class::Unshared,
+                2 => Class::Zero,
+                _ => Class::Volatile,
+            },
+            age: if merged { u8::MAX } else { age },
+            outcome: if merged {
+                Outcome::Merged
+            } else {
+                Outcome::ALL[usize::from(outcome)]
+            },
+        }
+    }
+}
+
+/// How many pages are of each kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) seen: u64,
+    pub(crate) merged: u64,
+    pub(crate) zero: u64,
+    pub(crate) unshared: u64,
+    pub(crate) volatile: u64,
+    pub(crate) copied: u64,
+}
+
+impl Counts {
+    fn of(record: &Record) -> Self {
+        let one = |is: bool| u64::from(is);
+        let seen = *record != Record::UNSEEN;
+        Self {
+            seen: one(seen),
+            merged: one(matches!(record.class, Class::Merged(_))),
+            zero: one(record.class == Class::Zero),
+            unshared: one(record.class == Class::Unshared),
+            volatile: one(seen && record.class == Class::Volatile),
+            copied: one(record.is_copied()),
+        }
+    }
+
+    fn replace(&mut self, old: Self, new: Self) {
+        let swap = |sum: &mut u64, old: u64, new: u64| *sum = *sum + new - old;
+        swap(&mut self.seen, old.seen, new.seen);
+        swap(&mut self.merged, old.merged, new.merged);
+        swap(&mut self.zero, old.zero, new.zero);
+        swap(&mut self.unshared, old.unshared, new.unshared);
+        swap(&mut self.volatile, old.volatile, new.volatile);
+        swap(&mut self.copied, old.copied, new.copied);
+    }
+}
+
+type Chunk = Box<[Packed; CHUNK_LEN]>;
+
+/// The records of one region.
+#[derive(Debug, Default)]
+pub(crate) struct PageTable {
+    chunks: BTreeMap<u64, Chunk>,
+    counts: Counts,
+}
+
+impl PageTable {
+    fn place(page: PageIndex) -> (u64, usize) {
+        // Less than CHUNK_PAGES, so it fits.
+        #[allow(clippy::cast_possible_truncation)]
+        let slot = (page.0 % CHUNK_PAGES) as usize;
+        (page.0 / CHUNK_PAGES, slot)
+    }
+
+    pub(crate) fn get(&self, page: PageIndex) -> Record {
+        let (chunk, slot) = Self::place(page);
+        match self.chunks.get(&chunk) {
+            Some(records) => records[slot].unpack(),
+            None => Record::UNSEEN,
+        }
+    }
+
+    pub(crate) fn set(&mut self, page: PageIndex, record: Record) {
+        let (chunk, slot) = Self::place(page);
+        let records = self
+            .chunks
+            .entry(chunk)
+            .or_insert_with(|| Box::new([Packed::UNSEEN; CHUNK_LEN]));
+        let old = std::mem::replace(&mut records[slot], Packed::pack(&record));
+        self.counts
+            .replace(Counts::of(&old.unpack()), Counts::of(&record));
+    }
+
+    /// Changes a page's record in place.
+    pub(crate) fn update(&mut self, page: PageIndex, change: impl FnOnce(&mut Record)) {
+        let mut record = self.get(page);
+        change(&mut record);
+        self.set(page, record);
+    }
+
+    /// Forgets the pages of `range`, and gives chunks back that lie in it whole.
+    pub(crate) fn forget(&mut self, range: PageRange) {
+        let pages: Vec<_> = self.seen(range).map(|(page, _)| page).collect();
+        for page in pages {
+            self.set(page, Record::UNSEEN);
+        }
+        self.chunks.retain(|&chunk, _| {
+            let whole = PageRange::new(PageIndex(chunk * CHUNK_PAGES), CHUNK_PAGES);
+            whole.intersection(range) != whole
+        });
+    }
+
+    /// The records of `range` that are not [`Record::UNSEEN`], in order; pages
+    /// that were never seen cost nothing.
+    pub(crate) fn seen(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, Record)> + '_ {
+        let first = range.start.0 / CHUNK_PAGES;
+        let last = range.end.0.div_ceil(CHUNK_PAGES).max(first);
+        self.chunks
+            .range(first..last)
+            .flat_map(move |(&chunk, records)| {
+                let start = PageIndex(chunk * CHUNK_PAGES);
+                let pages = PageRange::new(start, CHUNK_PAGES).intersection(range);
+                pages
+                    .iter()
+                    .map(|page| (page, records[Self::place(page).1]))
+            })
+            .map(|(page, packed)| (page, packed.unpack()))
+            .filter(|(_, record)| *record != Record::UNSEEN)
+    }
+
+    /// The stretches of `range` whose pages stand over frames, in order.
+    pub(crate) fn frame_runs(&self, range: PageRange) -> Vec<PageRange> {
+        let mut runs: Vec<PageRange> = Vec::new();
+        for (page, record) in self.seen(range) {
+            if record.frame.is_none() {
+                continue;
+            }
+            match runs.last_mut() {
+                Some(run) if run.end == page => run.end = page.plus(1),
+                _ => runs.push(PageRange::one(page)),
+            }
+        }
+        runs
+    }
+
+    pub(crate) const fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        let chunk = size_of::<Packed>() as u64 * CHUNK_PAGES;
+        self.chunks.len() as u64 * chunk
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn merged(frame: u32) -> Record {
+        Record {
+            fingerprint: Some(Fingerprint(7)),
+            frame: Some(FrameId(frame)),
+            class: Class::Merged(ItemId(3)),
+            age: u8::MAX,
+            outcome: Outcome::Merged,
+        }
+    }
+
+    #[test]
+    fn a_record_survives_packing() {
+        for outcome in Outcome::ALL {
+            for class in [Class::Volatile, Class::Unshared, Class::Zero] {
+                let record = Record {
+                    fingerprint: Some(Fingerprint(u64::MAX)),
+                    frame: Some(FrameId(9)),
+                    class,
+                    age: 200,
+                    outcome,
+                };
+                assert_eq!(Packed::pack(&record).unpack(), record);
+            }
+        }
+        assert_eq!(Packed::pack(&merged(1)).unpack(), merged(1));
+        assert_eq!(Packed::UNSEEN.unpack(), Record::UNSEEN);
+        assert_eq!(size_of::<Packed>(), 16);
+    }
+
+    #[test]
+    fn counts_follow_the_records() {
+        let mut table = PageTable::default();
+        table.set(PageIndex(5), merged(1));
+        table.set(PageIndex(100_000), merged(2));
+        table.update(PageIndex(5), |record| record.class = Class::Volatile);
+        let counts = table.counts();
+        assert_eq!((counts.merged, counts.copied, counts.seen), (1, 1, 2));
+        table.forget(PageRange::new(PageIndex(0), 200_000));
+        assert_eq!(table.counts(), Counts::default());
+        assert_eq!(table.bytes(), 0);
+    }
+
+    #[test]
+    fn frame_runs_join_neighbours_across_chunks() {
+        let mut table = PageTable::default();
+        for page in [510, 511, 512, 514, 5_000_000] {
+            table.set(PageIndex(page), merged(1));
+        }
+        let runs = table.frame_runs(PageRange::new(PageIndex(0), 1 << 40));
+        let runs: Vec<_> = runs.iter().map(|run| (run.start.0, run.len())).collect();
+        assert_eq!(runs, [(510, 3), (514, 1), (5_000_000, 1)]);
+    }
+}

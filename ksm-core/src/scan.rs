@@ -1,0 +1,253 @@
+//! One window of a pass: look at populated pages, fingerprint those that may be
+//! mergeable, and find out what each could become.
+//!
+//! The order of the questions is the kernel's (`cmp_and_merge_page`): stable
+//! tree first; then, only if the page has not changed since the last pass, zero
+//! page; then the unstable tree. Keys are taken once, when the page is read, so
+//! that guest writes never disorder a tree; whether pages are equal is decided
+//! later, with their writes stopped ([`merge`](crate::merge)).
+
+use rayon::prelude::*;
+
+use crate::backend::{Backend, Memory, PageRun, PageState};
+use crate::config::Config;
+use crate::error::BackendError;
+use crate::fault::{self, Step};
+use crate::fingerprint::Fingerprint;
+use crate::layout::Layout;
+use crate::merge::{Goal, Wish};
+use crate::outcome::{Outcome, OutcomeCounts};
+use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
+use crate::region::{Class, Record, Region, RegionGuard, RegionId};
+use crate::unstable::UnstableItem;
+
+/// What a window found.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    /// Where the next window starts.
+    pub(crate) next: PageIndex,
+    /// Pages looked at.
+    pub(crate) scanned: u64,
+    /// What became of those that are not to be merged.
+    pub(crate) outcomes: OutcomeCounts,
+    /// Pages that can be merged, in the order they were found.
+    pub(crate) wishes: Vec<(RegionId, Wish)>,
+}
+
+/// One region's window, its lease held.
+struct Window<'w, 'a, B: Backend> {
+    config: &'w Config,
+    layout: &'w Layout<B>,
+    guard: &'w RegionGuard<'a, B>,
+    region: &'w Region<B>,
+    findings: Findings,
+    /// The last page that got a goal, and the frame: where a run may grow.
+    last: Option<(PageIndex, FrameId)>,
+    buf: Box<PageBuf>,
+}
+
+/// Looks at up to `max_pages` populated pages of `within`.
+///
+/// # Errors
+/// When the page map cannot be read.
+pub(crate) fn window<B: Backend>(
+    config: &Config,
+    layout: &Layout<B>,
+    guard: &RegionGuard<'_, B>,
+    within: PageRange,
+    max_pages: u64,
+) -> Result<Findings, BackendError> {
+    let mut runs = Vec::new();
+    let next = guard.memory().populated(within, max_pages, &mut runs)?;
+    let mut window = Window {
+        config,
+        layout,
+        guard,
+        region: guard.region(),
+        findings: Findings {
+            next,
+            ..Findings::default()
+        },
+        last: None,
+        buf: PageBuf::zeroed(),
+    };
+    let candidates = window.look(&runs);
+    let fingerprints = window.fingerprint(&candidates);
+    fault::point(Step::Hashed);
+    for (page, fingerprint) in candidates.into_iter().zip(fingerprints) {
+        window.plan(page, fingerprint);
+    }
+    fault::point(Step::Planned);
+    let mut tally = window.region.tally();
+    tally.pages_scanned += window.findings.scanned;
+    tally.outcomes.add(&window.findings.outcomes);
+    drop(tally);
+    Ok(window.findings)
+}
+
+impl<B: Backend> Window<'_, '_, B> {
+    /// Brings the records up to date with the page map. Returns the pages that
+    /// are worth reading.
+    fn look(&mut self, runs: &[PageRun]) -> Vec<PageIndex> {
+        let mut candidates = Vec::new();
+        for run in runs {
+            for page in run.range.iter() {
+                self.findings.scanned += 1;
+                match self.look_at(page, run.state) {
+                    Some(outcome) => self.done(page, outcome),
+                    None => candidates.push(page),
+                }
+            }
+        }
+        candidates
+    }
+
+    /// What became of a page that is not to be read; `None` if it is.
+    fn look_at(&self, page: PageIndex, state: PageState) -> Option<Outcome> {
+        let record = self.region.pages().get(page);
+        let own_bytes = matches!(state, PageState::Private | PageState::Swapped);
+        match record.class {
+            Class::Merged(_) if own_bytes => self.guard.note_copied(page),
+            Class::Zero if own_bytes => self.region.pages().update(page, |record| {
+                record.class = Class::Volatile;
+                record.fingerprint = None;
+            }),
+            _ => {}
+        }
+        match state {
+            PageState::Frame | PageState::Zero => Some(Outcome::Unchanged),
+            PageState::Swapped => Some(Outcome::Swapped),
+            PageState::Private => {
+                let guarded = self.region.options.dma_guarded;
+                (record.frame.is_some() && !guarded).then_some(Outcome::CopiedUnguarded)
+            }
+        }
+    }
+
+    /// Reads and fingerprints `pages`; `None` for one that went away meanwhile.
+    fn fingerprint(&self, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
+        let memory = self.guard.memory();
+        let keys = &self.region.domain.keys;
+        let one = |buf: &mut Box<PageBuf>, &page: &PageIndex| {
+            memory.read(page, buf).ok()?;
+            Some(keys.fingerprint(buf))
+        };
+        if pages.len() >= self.config.parallel_pages as usize {
+            pages.par_iter().map_init(PageBuf::zeroed, one).collect()
+        } else {
+            let mut buf = PageBuf::zeroed();
+            pages.iter().map(|page| one(&mut buf, page)).collect()
+        }
+    }
+
+    /// Decides what a page that was read could become.
+    fn plan(&mut self, page: PageIndex, fingerprint: Option<Fingerprint>) {
+        let Some(fingerprint) = fingerprint else {
+            return self.done(page, Outcome::Raced);
+        };
+        let mut record = self.region.pages().get(page);
+        let same = record.fingerprint == Some(fingerprint);
+        record.age = if same {
+            record.age.saturating_add(1)
+        } else {
+            0
+        };
+        record.fingerprint = Some(fingerprint);
+        record.class = Class::Volatile;
+        self.region.pages().set(page, record);
+
+        if let Some(frame) = self.stable_frame(page, fingerprint) {
+            return self.wish(page, Goal::Frame(frame));
+        }
+        if record.age < self.config.settle_passes {
+            return self.done(page, Outcome::Volatile);
+        }
+        let domain = &self.region.domain;
+        if self.config.use_zero_pages && fingerprint == domain.keys.zero_fingerprint() {
+            return self.wish(page, Goal::Zero);
+        }
+        let me = UnstableItem {
+            region: self.region.id,
+            page,
+        };
+        match domain.unstable.find_or_insert(fingerprint, me) {
+            Some(other) if other != me && self.still_there(other, fingerprint) => {
+                self.promote(page, other, fingerprint);
+            }
+            Some(_) => {
+                domain.unstable.remove(fingerprint);
+                domain.unstable.find_or_insert(fingerprint, me);
+                self.unique(page);
+            }
+            None => self.unique(page),
+        }
+    }
+
+    fn stable_frame(&mut self, page: PageIndex, fingerprint: Fingerprint) -> Option<FrameId> {
+        let (memory, buf) = (self.guard.memory(), &mut self.buf);
+        let keys = &self.region.domain.keys;
+        let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
+        self.region.domain.find(fingerprint, digest)
+    }
+
+    /// Whether an item of the unstable tree still stands for a page that looks
+    /// like `fingerprint`.
+    fn still_there(&self, item: UnstableItem, fingerprint: Fingerprint) -> bool {
+        let record = match self.layout.region(item.region) {
+            Ok(region) => region.pages().get(item.page),
+            Err(_) => return false,
+        };
+        record.class == Class::Unshared && record.fingerprint == Some(fingerprint)
+    }
+
+    /// Two equal pages: a frame for both, in the stable tree.
+    fn promote(&mut self, page: PageIndex, other: UnstableItem, fingerprint: Fingerprint) {
+        let domain = &self.region.domain;
+        let read = self.guard.memory().read(page, &mut self.buf);
+        if read.is_err() || domain.keys.fingerprint(&self.buf) != fingerprint {
+            return self.done(page, Outcome::Volatile);
+        }
+        let previous = self.last.filter(|(last, _)| last.plus(1) == page);
+        let previous = previous.map(|(_, frame)| frame);
+        match domain.plan_frame(previous, fingerprint, &self.buf) {
+            Ok(frame) => {
+                domain.unstable.remove(fingerprint);
+                let goal = Goal::Frame(frame);
+                let page_of_other = other.page;
+                let wish = Wish {
+                    page: page_of_other,
+                    goal,
+                };
+                self.findings.wishes.push((other.region, wish));
+                self.wish(page, goal);
+            }
+            Err(_) => self.done(page, Outcome::NoMemory),
+        }
+    }
+
+    fn unique(&mut self, page: PageIndex) {
+        let mut pages = self.region.pages();
+        pages.update(page, |record| record.class = Class::Unshared);
+        drop(pages);
+        self.done(page, Outcome::Unique);
+    }
+
+    fn wish(&mut self, page: PageIndex, goal: Goal) {
+        if let Goal::Frame(frame) = goal {
+            self.last = Some((page, frame));
+        }
+        let wish = Wish { page, goal };
+        self.findings.wishes.push((self.region.id, wish));
+    }
+
+    fn done(&mut self, page: PageIndex, outcome: Outcome) {
+        self.findings.outcomes[outcome] += 1;
+        let mut pages = self.region.pages();
+        let mut record = pages.get(page);
+        // A zero page that the guest never wrote needs no record.
+        if record != Record::UNSEEN || outcome != Outcome::Unchanged {
+            record.outcome = outcome;
+            pages.set(page, record);
+        }
+    }
+}

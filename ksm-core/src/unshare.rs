@@ -1,0 +1,177 @@
+//! Break-COW: giving pages copies of their own, and mappings back.
+
+use crate::backend::{Backend, Backing, Memory, PageState};
+use crate::error::{BackendError, Error};
+use crate::page::{PageIndex, PageRange};
+use crate::region::{Change, Class, HeldByThisThread, Region, RegionGuard};
+
+/// Pages whose copies are made under one hold of the lease.
+const CHUNK_PAGES: u64 = 512;
+
+/// How often a range is tried in a row without getting further.
+const TRIES: u32 = 16;
+
+impl From<HeldByThisThread> for Error {
+    fn from(_: HeldByThisThread) -> Self {
+        Self::Quiesced
+    }
+}
+
+/// Gives every merged page of `range` a copy of its own, zero pages left as they
+/// are. Returns how many pages it unshared.
+///
+/// A copy that was asked for may not come about: the host refuses, or a fault
+/// is in its way. So the page map decides, and the question is asked again until
+/// it says that nothing is shared (the kernel's `break_ksm` loops for the same
+/// reason).
+pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Result<u64, Error> {
+    let mut unshared = 0;
+    let runs = region.pages().frame_runs(range);
+    for chunk in runs.into_iter().flat_map(|run| run.chunks(CHUNK_PAGES)) {
+        let mut tries = 0;
+        loop {
+            let guard = region.lock()?;
+            let (broken, left, error) = break_cow(&guard, chunk);
+            unshared += broken;
+            if left == 0 {
+                break;
+            }
+            tries = if broken > 0 { 0 } else { tries + 1 };
+            if tries == TRIES {
+                let source = error.unwrap_or(BackendError::Again);
+                return Err(Error::StillShared {
+                    pages: left,
+                    source,
+                });
+            }
+        }
+    }
+    Ok(unshared)
+}
+
+/// One try. Returns how many pages got a copy, how many are left, and what the
+/// host said.
+fn break_cow<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    chunk: PageRange,
+) -> (u64, u64, Option<BackendError>) {
+    let mut error = None;
+    for run in merged_runs(guard, chunk) {
+        error = guard.memory().populate(run).err().or(error);
+    }
+    let before = merged(guard, chunk);
+    if let Err(unread) = note_copies(guard, chunk) {
+        error = Some(unread);
+    }
+    let left = merged(guard, chunk);
+    (before - left, left, error)
+}
+
+fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
+    merged_runs(guard, range).iter().map(|run| run.len()).sum()
+}
+
+/// The stretches of `range` whose pages are merged, as far as is known. Pages
+/// are only ever populated here: one that was never merged is not touched.
+fn merged_runs<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Vec<PageRange> {
+    let mut runs: Vec<PageRange> = Vec::new();
+    for (page, record) in guard.region().pages().seen(range) {
+        match (record.class, runs.last_mut()) {
+            (Class::Merged(_), Some(run)) if run.end == page => run.end = page.plus(1),
+            (Class::Merged(_), _) => runs.push(PageRange::one(page)),
+            _ => {}
+        }
+    }
+    runs
+}
+
+/// Notes which merged pages of `range` have copies of their own.
+fn note_copies<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    range: PageRange,
+) -> Result<(), BackendError> {
+    let mut runs = Vec::new();
+    let mut rest = range;
+    while !rest.is_empty() {
+        rest.start = guard.memory().populated(rest, rest.len(), &mut runs)?;
+    }
+    let copied = runs
+        .iter()
+        .filter(|run| matches!(run.state, PageState::Private | PageState::Swapped));
+    for page in copied.flat_map(|run| run.range.iter()) {
+        guard.note_copied(page);
+    }
+    Ok(())
+}
+
+/// Puts private pages in place of the copied pages of `range`, so that no
+/// mapping of a frame is left. All DMA to the region must be guarded.
+pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
+    let cap = region.max_stop();
+    let runs = region.pages().frame_runs(range);
+    for chunk in runs.into_iter().flat_map(|run| run.chunks(cap)) {
+        let mut tries = 0;
+        loop {
+            let guard = region.lock()?;
+            let left = region.pages().frame_runs(chunk);
+            if left.is_empty() {
+                break;
+            }
+            if let Err(source) = restore_runs(&guard, &left) {
+                tries += 1;
+                if tries == TRIES {
+                    return Err(source.into());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn restore_runs<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    runs: &[PageRange],
+) -> Result<(), BackendError> {
+    for &run in runs {
+        let landing = guard.take_off(run, Backing::Frame, Vec::new());
+        let held = guard.memory().stop(run, Backing::Frame)?;
+        for range in held.held {
+            guard.change(Change::Restore(range), || guard.memory().restore(range))?;
+        }
+        drop(landing);
+        if !held.refused.is_empty() {
+            return Err(BackendError::Again);
+        }
+    }
+    Ok(())
+}
+
+/// Drops the content of `range`: the guest reads zeros from here on.
+pub(crate) fn discard<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
+    let guard = region.lock()?;
+    let mut from = range.start;
+    let frames = region.pages().frame_runs(range);
+    for run in frames {
+        discard_run(&guard, from, run.start, Backing::Own)?;
+        discard_run(&guard, run.start, run.end, Backing::Frame)?;
+        from = run.end;
+    }
+    discard_run(&guard, from, range.end, Backing::Own)?;
+    Ok(())
+}
+
+fn discard_run<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    start: PageIndex,
+    end: PageIndex,
+    backing: Backing,
+) -> Result<(), BackendError> {
+    let range = PageRange { start, end };
+    if range.is_empty() {
+        return Ok(());
+    }
+    guard.memory().discard(range, backing)?;
+    guard.note_own(range, |_| ());
+    guard.region().pages().forget(range);
+    Ok(())
+}
