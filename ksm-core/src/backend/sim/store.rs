@@ -1,0 +1,129 @@
+//! Frames of the model.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::Host;
+use super::call::Call;
+use super::world::World;
+use crate::backend::FrameStore;
+use crate::error::BackendError;
+use crate::page::{FrameId, FrameRange, PAGE_SIZE_U64, PageBuf};
+
+/// The frames of one domain on a simulated host.
+pub struct SimStore {
+    host: Arc<Host>,
+    number: usize,
+}
+
+impl SimStore {
+    pub(super) const fn new(host: Arc<Host>, number: usize) -> Self {
+        Self { host, number }
+    }
+
+    /// Whether this is a store of `host`, and which.
+    pub(super) fn number_on(&self, host: &Arc<Host>) -> Option<usize> {
+        Arc::ptr_eq(&self.host, host).then_some(self.number)
+    }
+
+    /// A call, with the world's steps around it.
+    fn call<R>(
+        &self,
+        call: Call,
+        body: impl FnOnce(&mut World) -> Result<R, BackendError>,
+    ) -> Result<R, BackendError> {
+        let mut world = self.host.lock();
+        world.step(None);
+        world.may_fail(call)?;
+        let result = body(&mut world);
+        world.step(None);
+        result
+    }
+}
+
+impl fmt::Debug for SimStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimStore({})", self.number)
+    }
+}
+
+impl World {
+    fn frames_held(&self) -> u64 {
+        let frames = self.stores.iter().flat_map(|store| store.values());
+        frames.filter(|frame| frame.bytes.is_some()).count() as u64
+    }
+
+    fn reserve(&mut self, store: usize, frames: FrameRange) -> Result<(), BackendError> {
+        let fresh = frames.iter().filter(|id| {
+            let frame = self.stores[store].get(id);
+            frame.is_none_or(|frame| frame.bytes.is_none())
+        });
+        let fresh: Vec<_> = fresh.collect();
+        if self.frames_held() + fresh.len() as u64 > self.config.max_frames {
+            return Err(BackendError::OutOfMemory);
+        }
+        for id in fresh {
+            let zero = Arc::clone(&self.zero);
+            self.frame(store, id).bytes = Some(zero);
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, store: usize, id: FrameId, content: &PageBuf) {
+        let frame = self.frame(store, id);
+        let (shown, copied) = (frame.shown, frame.copied);
+        let reserved = frame.bytes.is_some();
+        self.demand(shown == 0, || {
+            format!("frame {id} is filled while {shown} pages show it")
+        });
+        self.demand(copied == 0, || {
+            format!("frame {id} is given out again while {copied} copied pages still name it")
+        });
+        self.demand(reserved, || format!("frame {id} is filled, not reserved"));
+        self.frame(store, id).bytes = Some(Arc::new(content.clone()));
+    }
+
+    fn punch(&mut self, store: usize, id: FrameId) {
+        let shown = self.frame(store, id).shown;
+        self.demand(shown == 0, || {
+            format!("frame {id} is punched while {shown} pages show it")
+        });
+        self.frame(store, id).bytes = None;
+    }
+}
+
+impl FrameStore for SimStore {
+    fn reserve(&self, frames: FrameRange) -> Result<(), BackendError> {
+        self.call(Call::Reserve, |world| world.reserve(self.number, frames))
+    }
+
+    fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
+        self.call(Call::Fill, |world| {
+            world.fill(self.number, frame, content);
+            Ok(())
+        })
+    }
+
+    fn read(&self, frame: FrameId, buf: &mut PageBuf) -> Result<(), BackendError> {
+        self.call(Call::ReadFrame, |world| {
+            buf.clone_from(world.frame_bytes(self.number, frame));
+            Ok(())
+        })
+    }
+
+    fn punch(&self, frames: FrameRange) -> Result<(), BackendError> {
+        self.call(Call::Punch, |world| {
+            for id in frames.iter() {
+                world.punch(self.number, id);
+            }
+            Ok(())
+        })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64, BackendError> {
+        let world = self.host.lock();
+        let frames = world.stores[self.number].values();
+        let held = frames.filter(|frame| frame.bytes.is_some()).count();
+        Ok(held as u64 * PAGE_SIZE_U64)
+    }
+}
