@@ -1,0 +1,238 @@
+//! The engine's calls, one by one, on the simulated backend.
+
+use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::page::{PageIndex, PageRange};
+use ksm_core::{Config, Error, Ksm, Outcome, RegionId, RegionOptions, SpaceId, Target};
+
+const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+
+/// An engine with two guests of `pages` pages in one domain.
+struct World {
+    sim: SimBackend,
+    ksm: Ksm<SimBackend>,
+    guests: [SimGuest; 2],
+    spaces: [SpaceId; 2],
+    regions: [RegionId; 2],
+}
+
+fn world(pages: u64) -> World {
+    let sim = SimBackend::new(SimConfig::default());
+    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let domain = ksm.create_domain().unwrap();
+    let guests = [sim.guest(pages), sim.guest(pages)];
+    let spaces = [0, 1].map(|_| ksm.create_space(domain).unwrap());
+    let regions = [0, 1].map(|i| {
+        let guest = guests[i].clone();
+        ksm.register(spaces[i], guest, GUARDED).unwrap()
+    });
+    World {
+        sim,
+        ksm,
+        guests,
+        spaces,
+        regions,
+    }
+}
+
+impl World {
+    /// Writes content `seed + page` to all pages of both guests.
+    fn fill(&self, seed: u64, pages: u64) {
+        for guest in &self.guests {
+            for page in 0..pages {
+                guest.write(PageIndex(page), &pattern(seed + page));
+            }
+        }
+    }
+
+    fn passes(&self, count: u64) {
+        let mut passes = 0;
+        while passes < count {
+            passes += self.ksm.scan(1 << 20).unwrap().passes;
+        }
+        self.sane();
+    }
+
+    fn sane(&self) {
+        self.ksm.check().unwrap();
+        assert!(self.sim.busy().is_idle(), "{:?}", self.sim.busy());
+    }
+
+    fn shared(&self) -> (u64, u64) {
+        let stats = self.ksm.stats();
+        (stats.pages_shared, stats.pages_sharing)
+    }
+
+    fn outcome(&self, guest: usize, page: u64) -> Outcome {
+        let page = PageIndex(page);
+        self.ksm.explain(self.regions[guest], page).unwrap().outcome
+    }
+}
+
+#[test]
+fn equal_pages_are_merged_in_the_second_pass() {
+    let world = world(64);
+    world.fill(1, 64);
+    world.passes(1);
+    assert_eq!(world.shared(), (0, 0));
+    assert_eq!(world.ksm.stats().pages_volatile, 128);
+    world.passes(1);
+    assert_eq!(world.shared(), (64, 64));
+    assert_eq!(world.guests[1].read(PageIndex(9)), *pattern(10));
+    let page = world.ksm.explain(world.regions[0], PageIndex(9)).unwrap();
+    assert_eq!(
+        (page.outcome, page.sharers, page.copied),
+        (Outcome::Merged, 2, false)
+    );
+}
+
+#[test]
+fn a_written_page_is_noticed_and_merged_again() {
+    let world = world(8);
+    world.fill(1, 8);
+    world.passes(2);
+    world.guests[0].write(PageIndex(3), &pattern(99));
+    world.passes(1);
+    assert_eq!(world.shared(), (8, 7));
+    assert_eq!(world.ksm.stats().cow_breaks, 1);
+    assert_eq!(world.outcome(0, 3), Outcome::Volatile);
+    world.passes(1);
+    assert_eq!(world.outcome(0, 3), Outcome::Unique);
+    assert_eq!(world.ksm.stats().pages_unshared, 1);
+    world.guests[0].write(PageIndex(3), &pattern(4));
+    world.passes(1);
+    assert_eq!(world.shared(), (8, 8));
+    assert_eq!(
+        world
+            .ksm
+            .region_stats(world.regions[0])
+            .unwrap()
+            .pages_copied,
+        0
+    );
+}
+
+#[test]
+fn a_frame_that_nobody_maps_gives_its_memory_back() {
+    let world = world(8);
+    world.fill(1, 8);
+    world.passes(2);
+    let full = world.ksm.store_bytes().unwrap();
+    for guest in &world.guests {
+        guest.write(PageIndex(3), &pattern(99));
+    }
+    world.passes(1);
+    assert_eq!(world.ksm.store_bytes().unwrap(), full - 4096);
+    assert_eq!(world.ksm.stats().frames_lingering, 1);
+    world.passes(1);
+    assert_eq!(world.shared(), (8, 8));
+    assert_eq!(world.ksm.stats().frames_lingering, 0);
+}
+
+#[test]
+fn zero_pages_cost_no_frame() {
+    let world = world(8);
+    for guest in &world.guests {
+        for page in 0..8 {
+            guest.write(PageIndex(page), &pattern(7));
+            guest.write(PageIndex(page), &ksm_core::page::PageBuf::zeroed());
+        }
+    }
+    world.passes(2);
+    let stats = world.ksm.stats();
+    assert_eq!((stats.ksm_zero_pages, stats.pages_shared), (16, 0));
+    assert_eq!(world.ksm.store_bytes().unwrap(), 0);
+    world.guests[0].write(PageIndex(0), &pattern(1));
+    world.passes(1);
+    assert_eq!(world.ksm.stats().ksm_zero_pages, 15);
+}
+
+#[test]
+fn nothing_merges_across_domains() {
+    let world = world(8);
+    let other = world.ksm.create_domain().unwrap();
+    let space = world.ksm.create_space(other).unwrap();
+    let guest = world.sim.guest(8);
+    world.ksm.register(space, guest.clone(), GUARDED).unwrap();
+    world.fill(1, 8);
+    for page in 0..8 {
+        guest.write(PageIndex(page), &pattern(1 + page));
+    }
+    world.passes(3);
+    assert_eq!(world.shared(), (8, 8));
+    assert_eq!(world.ksm.domain_stats(other).unwrap().pages_unshared, 8);
+}
+
+#[test]
+fn unmerge_gives_every_page_a_copy() {
+    let world = world(32);
+    world.fill(1, 32);
+    world.passes(2);
+    let range = PageRange::new(PageIndex(4), 8);
+    let some = Target::Pages(world.regions[0], range);
+    assert_eq!(world.ksm.unmerge(some).unwrap(), 8);
+    assert_eq!(world.shared(), (32, 24));
+    assert_eq!(
+        world.ksm.unmerge(Target::Space(world.spaces[1])).unwrap(),
+        32
+    );
+    assert_eq!(world.ksm.unmerge(Target::All).unwrap(), 24);
+    assert_eq!(world.shared(), (0, 0));
+    assert_eq!(world.ksm.store_bytes().unwrap(), 0);
+    world.sane();
+    assert_eq!(world.guests[0].read(PageIndex(31)), *pattern(32));
+}
+
+#[test]
+fn unregister_leaves_plain_memory_and_no_frame_behind() {
+    let world = world(32);
+    world.fill(1, 32);
+    world.passes(2);
+    for region in world.regions {
+        world.ksm.unregister(region).unwrap();
+    }
+    let stats = world.ksm.stats();
+    assert_eq!((stats.pages_shared, stats.frames_lingering), (0, 0));
+    world.sane();
+    for guest in &world.guests {
+        assert_eq!(guest.read(PageIndex(5)), *pattern(6));
+    }
+    let gone = world.ksm.region_stats(world.regions[0]).unwrap_err();
+    assert!(matches!(gone, Error::NoRegion(_)));
+}
+
+#[test]
+fn discarded_pages_read_as_zero_and_are_forgotten() {
+    let world = world(32);
+    world.fill(1, 32);
+    world.passes(2);
+    world.guests[0].write(PageIndex(5), &pattern(77));
+    let range = PageRange::new(PageIndex(4), 4);
+    world.ksm.discard(world.regions[0], range).unwrap();
+    world.sane();
+    assert_eq!(world.shared(), (32, 28));
+    for page in range.iter() {
+        assert!(world.guests[0].read(page).is_zero());
+        assert_eq!(world.guests[1].read(page), *pattern(1 + page.0));
+    }
+    let past = PageRange::new(PageIndex(30), 4);
+    let error = world.ksm.discard(world.regions[0], past).unwrap_err();
+    assert!(matches!(error, Error::OutOfRange { pages: 32, .. }));
+}
+
+#[test]
+fn a_quiesced_engine_stands_still() {
+    let world = world(8);
+    world.fill(1, 8);
+    world.passes(1);
+    let quiesced = world.ksm.quiesce().unwrap();
+    assert!(matches!(world.ksm.scan(100), Err(Error::Quiesced)));
+    assert!(matches!(world.ksm.unmerge(Target::All), Ok(0)));
+    let first = PageRange::one(PageIndex(0));
+    let discard = world.ksm.discard(world.regions[0], first);
+    assert!(matches!(discard, Err(Error::Quiesced)));
+    let elsewhere = std::thread::scope(|scope| scope.spawn(|| world.ksm.scan(100)).join());
+    assert!(elsewhere.unwrap().unwrap().busy);
+    drop(quiesced);
+    world.passes(2);
+    assert_eq!(world.shared(), (8, 8));
+}

@@ -1,0 +1,182 @@
+//! The scanning thread panics, or vanishes, at every step of a merge: nothing
+//! stays stopped or out, no byte is lost, and the next pass finishes the job.
+//! On the simulated backend; `linux_steps.rs` does the same to real memory.
+#![cfg(feature = "fault-injection")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use ksm_core::backend::sim::{Call, SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::fault::{Step, set_hook};
+use ksm_core::page::{PageBuf, PageIndex, PageRange};
+use ksm_core::{Config, Ksm, RegionOptions};
+
+const PAGES: u64 = 24;
+
+struct World {
+    sim: SimBackend,
+    ksm: Arc<Ksm<SimBackend>>,
+    guests: [SimGuest; 2],
+}
+
+/// Two guests one pass before they merge: new pages, zero pages, and pages that
+/// were merged and copied, some of them back at what their frame holds.
+fn world() -> World {
+    let sim = SimBackend::new(SimConfig::default());
+    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let domain = ksm.create_domain().unwrap();
+    let guests = [sim.guest(PAGES), sim.guest(PAGES)];
+    for guest in &guests {
+        let space = ksm.create_space(domain).unwrap();
+        let options = RegionOptions { dma_guarded: true };
+        ksm.register(space, guest.clone(), options).unwrap();
+        for page in 0..PAGES / 2 {
+            guest.write(PageIndex(page), &pattern(page + 1));
+        }
+    }
+    while ksm.stats().full_scans < 2 {
+        ksm.scan(1 << 20).unwrap();
+    }
+    assert_eq!(ksm.stats().pages_shared, PAGES / 2);
+    for guest in &guests {
+        guest.write(PageIndex(0), &pattern(100));
+        guest.write(PageIndex(2), &PageBuf::zeroed());
+        for page in PAGES / 2..PAGES - 4 {
+            guest.write(PageIndex(page), &pattern(page + 1));
+        }
+        for page in PAGES - 4..PAGES {
+            guest.write(PageIndex(page), &pattern(7));
+            guest.write(PageIndex(page), &PageBuf::zeroed());
+        }
+    }
+    // A copy that is again what the frame below it holds.
+    guests[0].write(PageIndex(1), &pattern(100));
+    guests[0].write(PageIndex(1), &pattern(2));
+    ksm.scan(1 << 20).unwrap();
+    World {
+        sim,
+        ksm: Arc::new(ksm),
+        guests,
+    }
+}
+
+fn expected(page: u64) -> Box<PageBuf> {
+    match page {
+        0 => pattern(100),
+        2 => PageBuf::zeroed(),
+        page if page >= PAGES - 4 => PageBuf::zeroed(),
+        page => pattern(page + 1),
+    }
+}
+
+impl World {
+    fn check(&self, when: &str) {
+        assert_eq!(self.sim.violation(), None, "{when}");
+        assert!(self.sim.busy().is_idle(), "{when}: {:?}", self.sim.busy());
+        self.ksm
+            .check()
+            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        for (number, guest) in self.guests.iter().enumerate() {
+            for page in PageRange::new(PageIndex(0), PAGES).iter() {
+                let is = guest.try_read(page);
+                let is = is.unwrap_or_else(|| panic!("{when}: guest {number} waits for {page}"));
+                assert_eq!(is, *expected(page.0), "{when}: guest {number} page {page}");
+            }
+        }
+    }
+
+    /// After the accident the engine does what is left.
+    fn finish(&self, when: &str) {
+        for _ in 0..4 {
+            self.ksm.scan(1 << 20).unwrap();
+        }
+        self.check(when);
+        let stats = self.ksm.stats();
+        let sharing = (
+            stats.pages_shared,
+            stats.pages_sharing,
+            stats.ksm_zero_pages,
+        );
+        assert_eq!(sharing, (PAGES - 5, PAGES - 5, 10), "{when}");
+        for guest in &self.guests {
+            guest.write(PageIndex(4), &pattern(5));
+        }
+    }
+}
+
+/// A hook that acts at the `nth` time that `step` is taken.
+fn at(step: Step, nth: usize, act: impl Fn() + 'static) -> Option<Box<dyn FnMut(Step)>> {
+    let mut left = nth;
+    Some(Box::new(move |now| {
+        if now == step && left > 0 {
+            left -= 1;
+            if left == 0 {
+                act();
+            }
+        }
+    }))
+}
+
+/// How often a whole pass takes each step.
+fn times_taken(step: Step) -> usize {
+    let world = world();
+    let (count, counted) = mpsc::channel();
+    set_hook(Some(Box::new(move |now| {
+        if now == step {
+            count.send(()).unwrap();
+        }
+    })));
+    world.ksm.scan(1 << 20).unwrap();
+    set_hook(None);
+    world.check("calm");
+    for call in [Call::Share, Call::Reuse, Call::Zero] {
+        assert!(world.sim.calls(call) > 0, "no {call:?} in the pass");
+    }
+    counted.iter().count()
+}
+
+#[test]
+fn a_panic_at_any_step_leaves_nothing_stopped() {
+    for step in Step::ALL {
+        let times = times_taken(step);
+        assert!(times > 0, "no {step:?} in the pass");
+        for nth in 1..=times {
+            let world = world();
+            set_hook(at(step, nth, || panic!("injected")));
+            let scan = catch_unwind(AssertUnwindSafe(|| world.ksm.scan(1 << 20)));
+            set_hook(None);
+            let when = format!("panic at {step:?} {nth}");
+            scan.expect_err(&when);
+            world.check(&when);
+            world.finish(&when);
+        }
+    }
+}
+
+#[test]
+fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
+    for step in Step::ALL {
+        for nth in 1..=times_taken(step) {
+            let world = world();
+            let ksm = Arc::clone(&world.ksm);
+            let (gone, when_gone) = mpsc::channel();
+            thread::spawn(move || {
+                set_hook(at(step, nth, move || {
+                    gone.send(thread::current().id()).unwrap();
+                    // Never runs again, and never unwinds.
+                    loop {
+                        thread::park();
+                    }
+                }));
+                ksm.scan(1 << 20)
+            });
+            let dead = when_gone.recv().unwrap();
+            let leases = world.ksm.recover(dead);
+            assert!(leases >= 1);
+            let when = format!("gone at {step:?} {nth}");
+            world.check(&when);
+            world.finish(&when);
+        }
+    }
+}
