@@ -1,1 +1,130 @@
-//! The Linux backend.
+//! The backend for Linux hosts: userfaultfd stops writes, a memfd holds the
+//! frames, private mappings of it are the merged pages.
+//!
+//! The guest's memory is private anonymous memory of this process. To merge a
+//! run of pages:
+//!
+//! 1. **Stop** it: `UFFDIO_MOVE` takes the pages out to a staging area
+//!    ([`StopMethod::Move`]), or write-protection stops their writers.
+//! 2. Compare it with the frames.
+//! 3. **Share**: `mmap(MAP_FIXED | MAP_PRIVATE)` the frames over it. KVM follows
+//!    through its MMU notifiers, and a later write is copied by the kernel.
+//! 4. **Lift** the stop: what was not replaced goes back, and whoever waited is
+//!    woken.
+//!
+//! This is the only folder with `unsafe` code. All of it acts on `Span`s: whole
+//! pages in the backend's care, which no Rust reference ever points into.
+//!
+//! "Design fact" in a comment names a numbered fact about the kernel; for each
+//! there is a test that fails if it is ignored.
+#![allow(unsafe_code)]
+
+mod caps;
+mod journal;
+mod mapping;
+mod memory;
+mod out;
+mod pagemap;
+mod protect;
+mod replace;
+mod source;
+mod span;
+mod staging;
+mod store;
+mod uffd;
+mod vet;
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use caps::{Capabilities, Fds, OpenError, StopMethod};
+pub use memory::LinuxMemory;
+use rustix::io::Errno;
+pub use source::HostRegion;
+pub use store::LinuxStore;
+
+use super::{Backend, RegionOptions};
+use crate::error::{BackendError, RegisterError};
+use caps::Host;
+
+/// How long to wait before a call that must not fail is tried again.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
+
+/// A Linux host. Cheap to clone; clones share one userfaultfd.
+///
+/// Needs Linux 6.7, and 6.8 for [`StopMethod::Move`].
+#[derive(Clone, Debug)]
+pub struct LinuxBackend {
+    host: Arc<Host>,
+}
+
+impl LinuxBackend {
+    /// Opens what is needed, now: nothing under /proc is opened later.
+    ///
+    /// # Errors
+    /// [`OpenError`] names what is missing, and how to get it.
+    pub fn open() -> Result<Self, OpenError> {
+        Self::from_fds(Fds::open()?)
+    }
+
+    /// Works with descriptors that were opened elsewhere, for a process in a
+    /// jail.
+    ///
+    /// # Errors
+    /// [`OpenError`] when they do not do what is needed.
+    pub fn from_fds(fds: Fds) -> Result<Self, OpenError> {
+        Self::with_stop_method(fds, StopMethod::Auto)
+    }
+
+    /// As [`LinuxBackend::from_fds`], with the method by which writes are
+    /// stopped.
+    ///
+    /// # Errors
+    /// [`OpenError`] when the descriptors or the kernel do not do what is needed.
+    pub fn with_stop_method(fds: Fds, method: StopMethod) -> Result<Self, OpenError> {
+        Ok(Self {
+            host: Arc::new(Host::new(fds, method)?),
+        })
+    }
+
+    /// What the host can do.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.host.capabilities()
+    }
+}
+
+impl Backend for LinuxBackend {
+    type Source = HostRegion;
+    type Memory = LinuxMemory;
+    type Store = LinuxStore;
+
+    fn open_store(&self) -> Result<LinuxStore, BackendError> {
+        LinuxStore::create()
+    }
+
+    fn attach(
+        &self,
+        source: HostRegion,
+        options: RegionOptions,
+    ) -> Result<LinuxMemory, RegisterError> {
+        LinuxMemory::attach(Arc::clone(&self.host), source, options)
+    }
+}
+
+/// An error that the engine has no name for.
+fn host_error(call: &'static str, source: impl Into<io::Error>) -> BackendError {
+    BackendError::Host {
+        call,
+        source: source.into(),
+    }
+}
+
+/// The error of a call that may need another mapping.
+fn mapping_error(call: &'static str, errno: Errno) -> BackendError {
+    match errno {
+        Errno::NOMEM => BackendError::NoVmas,
+        errno => host_error(call, errno),
+    }
+}

@@ -1,0 +1,134 @@
+//! [`Journal`]: which run is stopped, and how far its replacement got.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::page::{PageIndex, PageRange};
+
+/// The longest run that is stopped at once, in pages.
+pub(super) const MAX_STOP: u64 = 256;
+
+const WORDS: usize = MAX_STOP as usize / 64;
+
+/// Bits that hold the length of the run in [`Journal::run`].
+const LEN_BITS: u32 = 9;
+const _: () = assert!(MAX_STOP < 1 << LEN_BITS);
+
+/// A bit for each page of the run.
+#[derive(Debug, Default)]
+struct Bits([AtomicU64; WORDS]);
+
+impl Bits {
+    fn clear(&self) {
+        for word in &self.0 {
+            word.store(0, Ordering::Release);
+        }
+    }
+
+    fn set(&self, slot: u64) {
+        let bit = 1 << (slot % 64);
+        self.0[(slot / 64) as usize].fetch_or(bit, Ordering::AcqRel);
+    }
+
+    fn get(&self, slot: u64) -> bool {
+        self.0[(slot / 64) as usize].load(Ordering::Acquire) >> (slot % 64) & 1 != 0
+    }
+}
+
+/// What a thread that stopped a run leaves behind for whoever ends the stop,
+/// were it to vanish between two system calls. No lock: it could be held for
+/// ever.
+#[derive(Debug, Default)]
+pub(super) struct Journal {
+    /// First page and length of the run that was stopped last.
+    run: AtomicU64,
+    /// Pages whose mapping was replaced.
+    mapped: Bits,
+    /// Pages whose content, all zero, may be dropped.
+    zeroed: Bits,
+}
+
+impl Journal {
+    /// Begins a run. Nothing of the last one is stopped any more.
+    pub(super) fn begin(&self, run: PageRange) {
+        debug_assert!(run.len() <= MAX_STOP);
+        self.mapped.clear();
+        self.zeroed.clear();
+        self.run
+            .store(run.start.0 << LEN_BITS | run.len(), Ordering::Release);
+    }
+
+    /// The run that was stopped last; empty before the first.
+    pub(super) fn run(&self) -> PageRange {
+        let packed = self.run.load(Ordering::Acquire);
+        PageRange::new(
+            PageIndex(packed >> LEN_BITS),
+            packed & ((1 << LEN_BITS) - 1),
+        )
+    }
+
+    /// Writes down that the mappings of `range` have been replaced.
+    pub(super) fn mapped(&self, range: PageRange) {
+        self.mark(&self.mapped, range);
+    }
+
+    /// Writes down that the pages of `range` are to be dropped.
+    pub(super) fn zeroed(&self, range: PageRange) {
+        self.mark(&self.zeroed, range);
+    }
+
+    fn mark(&self, bits: &Bits, range: PageRange) {
+        let run = self.run();
+        for page in range.intersection(run).iter() {
+            bits.set(page.0 - run.start.0);
+        }
+    }
+
+    /// Whether `page` has another mapping than the one that was stopped.
+    pub(super) fn is_mapped(&self, page: PageIndex) -> bool {
+        let run = self.run();
+        run.contains(page) && self.mapped.get(page.0 - run.start.0)
+    }
+
+    /// Whether `page` has been replaced, one way or the other.
+    pub(super) fn is_replaced(&self, page: PageIndex) -> bool {
+        let run = self.run();
+        self.is_mapped(page) || run.contains(page) && self.zeroed.get(page.0 - run.start.0)
+    }
+
+    /// The parts of `range` whose pages are as `wanted` says, in order.
+    pub(super) fn parts(
+        range: PageRange,
+        wanted: impl Fn(PageIndex) -> bool,
+    ) -> impl Iterator<Item = PageRange> {
+        let mut pages = range.iter().filter(move |&page| wanted(page)).peekable();
+        std::iter::from_fn(move || {
+            let mut part = PageRange::one(pages.next()?);
+            while let Some(page) = pages.next_if_eq(&part.end) {
+                part.end = page.plus(1);
+            }
+            Some(part)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_run_forgets_the_last() {
+        let journal = Journal::default();
+        assert!(journal.run().is_empty());
+        journal.begin(PageRange::new(PageIndex(1000), MAX_STOP));
+        assert_eq!(journal.run(), PageRange::new(PageIndex(1000), MAX_STOP));
+        journal.mapped(PageRange::new(PageIndex(1000), 2));
+        journal.zeroed(PageRange::new(PageIndex(1255), 1));
+        let kept: Vec<_> =
+            Journal::parts(journal.run(), |page| !journal.is_replaced(page)).collect();
+        assert_eq!(kept, [PageRange::new(PageIndex(1002), 253)]);
+        assert!(!journal.is_mapped(PageIndex(1255)));
+        journal.begin(PageRange::new(PageIndex(1001), 3));
+        assert!(journal.run().iter().all(|page| !journal.is_replaced(page)));
+        assert!(!journal.is_mapped(PageIndex(1000)));
+    }
+}

@@ -1,0 +1,220 @@
+//! Mapping, remapping and advising memory in this backend's care.
+
+use std::os::fd::BorrowedFd;
+
+use rustix::io::Errno;
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
+};
+
+use super::span::{Span, usize_from};
+use crate::page::bytes_in;
+
+/// What a mapping carries beside its pages, and a new one over it must be given
+/// back (design fact 11).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Attributes {
+    /// Executable.
+    pub(super) exec: bool,
+    /// Takes no part in overcommit accounting.
+    pub(super) no_reserve: bool,
+    /// Was MADV_DONTFORK before it was attached. While attached it always is.
+    pub(super) dont_fork: bool,
+    /// MADV_DONTDUMP.
+    pub(super) dont_dump: bool,
+    /// MADV_HUGEPAGE.
+    pub(super) huge: bool,
+    /// MADV_NOHUGEPAGE.
+    pub(super) no_huge: bool,
+}
+
+impl Attributes {
+    /// What a mapping of the guest's own memory carries: all of it.
+    pub(super) const fn of_own(self) -> Self {
+        self
+    }
+
+    /// What a mapping of frames carries: advice on huge pages would be advice
+    /// on the store's.
+    pub(super) const fn of_frames(self) -> Self {
+        Self {
+            huge: false,
+            no_huge: false,
+            ..self
+        }
+    }
+
+    fn protection(self) -> ProtFlags {
+        let mut protection = ProtFlags::READ | ProtFlags::WRITE;
+        protection.set(ProtFlags::EXEC, self.exec);
+        protection
+    }
+
+    fn flags(self) -> MapFlags {
+        let mut flags = MapFlags::PRIVATE;
+        flags.set(MapFlags::NORESERVE, self.no_reserve);
+        flags
+    }
+
+    /// Gives a fresh mapping what it must carry.
+    ///
+    /// # Errors
+    /// Of the advice that failed; those after it were not given.
+    pub(super) fn apply(self, span: Span) -> Result<(), Errno> {
+        let advices = [
+            (true, Advice::LinuxDontFork),
+            (self.dont_dump, Advice::LinuxDontDump),
+            (self.huge, Advice::LinuxHugepage),
+            (self.no_huge, Advice::LinuxNoHugepage),
+        ];
+        advices
+            .into_iter()
+            .filter(|(carried, _)| *carried)
+            .try_for_each(|(_, advice)| advise(span, advice))
+    }
+}
+
+/// Maps `pages` fresh pages of zeros somewhere.
+pub(super) fn map_anonymous(pages: u64, attributes: Attributes) -> Result<Span, Errno> {
+    // SAFETY: without MAP_FIXED no existing mapping is touched.
+    let start = unsafe {
+        mmap_anonymous(
+            std::ptr::null_mut(),
+            usize_from(bytes_in(pages)),
+            attributes.protection(),
+            attributes.flags(),
+        )
+    }?;
+    // SAFETY: just mapped, known to nobody else; its owners (`Staging`,
+    // `Scratch`) unmap it only when they go.
+    Ok(unsafe { Span::new(start.expose_provenance(), pages) })
+}
+
+/// Maps pages of zeros in place of those of `span`, without what it carried.
+pub(super) fn map_anonymous_over(span: Span, attributes: Attributes) -> Result<(), Errno> {
+    // SAFETY: `span` is in our care: no Rust reference points into it, and its
+    // owner has called for pages of zeros there.
+    unsafe {
+        mmap_anonymous(
+            span.pointer(),
+            span.byte_len(),
+            attributes.protection(),
+            attributes.flags() | MapFlags::FIXED,
+        )
+    }
+    .map(drop)
+}
+
+/// Maps a private view of `file` from `offset` on in place of the pages of
+/// `span`, without what they carried.
+pub(super) fn map_file_over(
+    span: Span,
+    attributes: Attributes,
+    file: BorrowedFd<'_>,
+    offset: u64,
+) -> Result<(), Errno> {
+    // SAFETY: `span` is in our care: no Rust reference points into it. The file
+    // holds the same bytes there and never shrinks (F_SEAL_SHRINK).
+    unsafe {
+        mmap(
+            span.pointer(),
+            span.byte_len(),
+            attributes.protection(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+            file,
+            offset,
+        )
+    }
+    .map(drop)
+}
+
+/// Moves the mapping `from` in place of `to`, whose pages are freed.
+pub(super) fn move_over(from: Span, to: Span) -> Result<(), Errno> {
+    // SAFETY: both are in our care, do not overlap (`from` was mapped beside
+    // `to`), and hold the same bytes.
+    unsafe {
+        mremap_fixed(
+            from.pointer(),
+            from.byte_len(),
+            to.byte_len(),
+            MremapFlags::MAYMOVE,
+            to.pointer(),
+        )
+    }
+    .map(drop)
+}
+
+/// Unmaps memory that this backend mapped itself.
+pub(super) fn unmap(span: Span) {
+    // SAFETY: its owner is being dropped, so nobody uses it any more.
+    let unmapped = unsafe { munmap(span.pointer(), span.byte_len()) };
+    debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+}
+
+/// Drops the pages of `span`: what lies below shows again.
+pub(super) fn drop_pages(span: Span) -> Result<(), Errno> {
+    match advise(span, Advice::LinuxDontNeed) {
+        // Locked memory needs to be told so (design fact 10).
+        Err(Errno::INVAL) => advise(span, Advice::LinuxDontneedLocked),
+        done => done,
+    }
+}
+
+/// Gives the kernel an advice that keeps what readers see, or that drops pages
+/// which the caller may drop.
+pub(super) fn advise(span: Span, advice: Advice) -> Result<(), Errno> {
+    // SAFETY: `span` is in our care and no Rust reference points into it, so
+    // even an advice that drops its pages breaks no promise of the language.
+    unsafe { madvise(span.pointer(), span.byte_len(), advice) }
+}
+
+/// Whether all of `span` is mapped.
+pub(super) fn is_mapped(span: Span) -> bool {
+    let mut residency = vec![0; usize_from(span.pages())];
+    // SAFETY: mincore writes one byte for each page of the span to a vector of
+    // that length, and reads nothing else.
+    unsafe { libc::mincore(span.pointer(), span.byte_len(), residency.as_mut_ptr()) == 0 }
+}
+
+/// A mapping that is unmapped when it goes out of scope, unless it moved away.
+#[derive(Debug)]
+pub(super) struct Scratch(Option<Span>);
+
+impl Scratch {
+    /// Maps `pages` pages of zeros.
+    pub(super) fn new(pages: u64, attributes: Attributes) -> Result<Self, Errno> {
+        map_anonymous(pages, attributes).map(|span| Self(Some(span)))
+    }
+
+    /// The pages.
+    pub(super) fn span(&self) -> Span {
+        self.0
+            .expect("taken only by `move_over`, which consumes it")
+    }
+
+    /// Moves the mapping in place of `to`.
+    ///
+    /// mremap unmaps the target first and can still fail then (design fact 11):
+    /// as long as the target is gone, its only copy is here, so this does not
+    /// give up.
+    pub(super) fn move_over(mut self, to: Span) -> Result<(), Errno> {
+        loop {
+            match move_over(self.span(), to) {
+                Ok(()) => {
+                    self.0 = None;
+                    return Ok(());
+                }
+                Err(errno) if is_mapped(to) => return Err(errno),
+                Err(_) => std::thread::sleep(super::RETRY_PAUSE),
+            }
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Some(span) = self.0 {
+            unmap(span);
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! [`LinuxMemory`]: guest memory under care.
+
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use super::caps::{Host, StopMethod};
+use super::journal::{Journal, MAX_STOP};
+use super::source::HostRegion;
+use super::span::Span;
+use super::staging::Staging;
+use super::store::LinuxStore;
+use super::uffd::Mode;
+use super::vet::{Part, vet};
+use super::{host_error, mapping, mapping_error};
+use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
+use crate::error::{BackendError, RegisterError};
+use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
+
+/// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
+/// until it is dropped. Pages that are merged then stay so: their content does
+/// not depend on the engine.
+#[derive(Debug)]
+pub struct LinuxMemory {
+    pub(super) host: Arc<Host>,
+    /// Keeps the guest's mapping alive.
+    pub(super) source: HostRegion,
+    pub(super) span: Span,
+    pub(super) parts: Vec<Part>,
+    pub(super) options: RegionOptions,
+    /// The guest's own pages are moved out; otherwise they are write-protected.
+    pub(super) by_move: bool,
+    pub(super) staging: Staging,
+    pub(super) journal: Journal,
+}
+
+impl LinuxMemory {
+    pub(super) fn attach(
+        host: Arc<Host>,
+        source: HostRegion,
+        options: RegionOptions,
+    ) -> Result<Self, RegisterError> {
+        let bytes = source.byte_len();
+        let start = source
+            .host_address()
+            .ok_or(RegisterError::NotMapped { address: 0 })?;
+        let address = start as u64;
+        if bytes == 0 || !is_page_aligned(bytes) || !is_page_aligned(address) {
+            return Err(RegisterError::NotWholePages { address, bytes });
+        }
+        // SAFETY: `source` keeps the mapping alive and is kept along with the
+        // span. That it is mapped is vetted below, before anything is done to
+        // it. vm-memory hands out no references to guest memory, and whoever
+        // registers it agrees that its pages are replaced by equal ones.
+        let span = unsafe { Span::new(start, pages_in(bytes)) };
+        let by_move = stops_by_move(&host, options)?;
+        let staging =
+            Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
+        let parts = {
+            use std::os::fd::AsFd;
+            vet(host.smaps.as_fd(), span, staging.span())?
+        };
+        // From here on dropping it undoes what was done.
+        let memory = Self {
+            host,
+            source,
+            span,
+            parts,
+            options,
+            by_move,
+            staging,
+            journal: Journal::default(),
+        };
+        memory.take_over(address)?;
+        Ok(memory)
+    }
+
+    fn take_over(&self, address: u64) -> Result<(), RegisterError> {
+        // A page that a child shares cannot be moved (design fact 6).
+        mapping::advise(self.span, Advice::LinuxDontFork)
+            .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))?;
+        let registered = if self.by_move {
+            self.staging.open()
+        } else {
+            self.host.uffd.register(self.span, Mode::WriteProtect)
+        };
+        registered.map_err(|errno| match errno {
+            Errno::BUSY => RegisterError::OtherUserfaultfd { address },
+            errno => mapping_error("UFFDIO_REGISTER", errno).into(),
+        })
+    }
+
+    /// The pages of `range`.
+    pub(super) fn span_of(&self, range: PageRange) -> Span {
+        self.span.part(range.start.0, range.len())
+    }
+
+    /// The places in the staging area of `range`, which is in the current run.
+    pub(super) fn slots_of(&self, range: PageRange) -> Span {
+        let run = self.journal.run();
+        assert_eq!(range.intersection(run), range, "not the run that is out");
+        self.staging.slots(range.start.0 - run.start.0, range.len())
+    }
+
+    /// Whether pages of `backing` are stopped by moving them out.
+    pub(super) fn goes_out(&self, backing: Backing) -> bool {
+        self.by_move && backing == Backing::Own
+    }
+
+    fn check_stop(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
+        let guarded = backing == Backing::Own || self.options.dma_guarded;
+        if range.is_empty() || range.len() > MAX_STOP || range.end.0 > self.len() || !guarded {
+            return Err(host_error("stop", Errno::INVAL));
+        }
+        Ok(())
+    }
+}
+
+/// Whether the guest's own pages are to be moved out.
+fn stops_by_move(host: &Host, options: RegionOptions) -> Result<bool, BackendError> {
+    match host.capabilities().stop_method {
+        StopMethod::Move => Ok(true),
+        _ if host.asked == StopMethod::WriteProtect || options.dma_guarded => Ok(false),
+        // Nothing would notice a device that writes to a page being merged.
+        _ => Err(host_error(
+            "attach: UFFDIO_MOVE (Linux 6.8) is needed for memory that is not dma_guarded",
+            Errno::OPNOTSUPP,
+        )),
+    }
+}
+
+impl Memory for LinuxMemory {
+    type Store = LinuxStore;
+
+    fn len(&self) -> u64 {
+        self.span.pages()
+    }
+
+    fn populated(
+        &self,
+        within: PageRange,
+        max_pages: u64,
+        runs: &mut Vec<PageRun>,
+    ) -> Result<PageIndex, BackendError> {
+        let seen = self
+            .host
+            .pagemap
+            .populated(self.span_of(within), max_pages, |run| {
+                let state = match run.is {
+                    is if is.zero() => PageState::Zero,
+                    is if is.file() => PageState::Frame,
+                    is if is.swapped() => PageState::Swapped,
+                    _ => PageState::Private,
+                };
+                runs.push(PageRun {
+                    range: PageRange::new(within.start.plus(run.first), run.pages),
+                    state,
+                    huge: run.is.huge(),
+                });
+            })
+            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
+        Ok(within.start.plus(seen))
+    }
+
+    fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {
+        self.source
+            .read(page, buf)
+            .map_err(|error| host_error("read of guest memory", std::io::Error::other(error)))
+    }
+
+    fn max_stop(&self) -> u64 {
+        MAX_STOP
+    }
+
+    fn stop(&self, range: PageRange, backing: Backing) -> Result<Held, BackendError> {
+        self.check_stop(range, backing)?;
+        self.clear_staging()?;
+        self.journal.begin(range);
+        if self.goes_out(backing) {
+            self.move_out(range)
+        } else {
+            self.stop_writes(range, backing)
+        }
+    }
+
+    fn read_held(
+        &self,
+        page: PageIndex,
+        backing: Backing,
+        buf: &mut PageBuf,
+    ) -> Result<(), BackendError> {
+        if !self.goes_out(backing) {
+            return self.read(page, buf);
+        }
+        let run = self.journal.run();
+        if !run.contains(page) {
+            return Err(host_error("read_held", Errno::INVAL));
+        }
+        self.staging.read(page.0 - run.start.0, buf);
+        Ok(())
+    }
+
+    fn share(
+        &self,
+        range: PageRange,
+        backing: Backing,
+        store: &LinuxStore,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
+        self.map_frames(range, backing, store, first)
+    }
+
+    fn reuse(&self, range: PageRange) -> Result<(), BackendError> {
+        self.drop_copies(range)
+    }
+
+    fn zero(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
+        match backing {
+            Backing::Own => self.drop_zeroed(range),
+            Backing::Frame => self.map_zeros(range),
+        }
+    }
+
+    fn restore(&self, range: PageRange) -> Result<(), BackendError> {
+        self.map_copies(range)
+    }
+
+    fn lift(&self, range: PageRange, backing: Backing) {
+        if self.goes_out(backing) {
+            self.put_back(range);
+        } else {
+            self.let_write(range);
+        }
+        // Whoever waited on a mapping that was replaced, or on a hole.
+        self.host.uffd.wake(self.span_of(range));
+    }
+
+    fn settle(&self, range: PageRange, backing: Backing) -> Settled {
+        let settled = if self.was_replaced(range, backing) {
+            self.finish_replacement(range);
+            Settled::Replaced
+        } else {
+            Settled::Kept
+        };
+        self.lift(range, backing);
+        settled
+    }
+
+    fn populate(&self, range: PageRange) -> Result<(), BackendError> {
+        match mapping::advise(self.span_of(range), Advice::LinuxPopulateWrite) {
+            Ok(()) => Ok(()),
+            Err(Errno::AGAIN | Errno::INTR) => Err(BackendError::Again),
+            Err(Errno::NOMEM) => Err(BackendError::OutOfMemory),
+            Err(errno) => Err(host_error("madvise(MADV_POPULATE_WRITE)", errno)),
+        }
+    }
+
+    fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
+        match backing {
+            Backing::Own => mapping::drop_pages(self.span_of(range))
+                .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno)),
+            Backing::Frame => self.map_zeros(range),
+        }
+    }
+}
+
+impl Drop for LinuxMemory {
+    /// Whatever is still stopped runs again, and the memory is as registered
+    /// with nobody.
+    fn drop(&mut self) {
+        if self.by_move {
+            self.put_back(self.journal.run());
+        }
+        // Lifts write-protection and wakes as well. It fails only if somebody
+        // has unmapped a part: there is nothing left to do for that.
+        let _ = self.host.uffd.unregister(self.span);
+        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
+            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Putting other pages in place of held ones.
+
+use rustix::io::Errno;
+use rustix::mm::Advice;
+
+use super::mapping::{self, Attributes, Scratch};
+use super::memory::LinuxMemory;
+use super::staging::fill_page;
+use super::store::LinuxStore;
+use super::uffd::Mode;
+use super::{host_error, mapping_error};
+use crate::backend::{Backing, Memory};
+use crate::error::BackendError;
+use crate::page::{FrameId, PageBuf, PageRange};
+
+impl LinuxMemory {
+    /// Maps frames in place of held pages.
+    ///
+    /// The order makes it plain to `was_replaced`, between any two calls, which
+    /// mapping is there: the fresh one is not registered until the journal says
+    /// so, and pages that are out stay until then.
+    ///
+    /// Once mapped, the pages hold what they must, so nothing after it fails
+    /// the call: a mapping that could not be told what the old one carried is
+    /// told again when it is stopped next.
+    pub(super) fn map_frames(
+        &self,
+        range: PageRange,
+        backing: Backing,
+        store: &LinuxStore,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
+        let span = self.span_of(range);
+        let attributes = self.attributes(range);
+        mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
+            .map_err(|errno| mapping_error("mmap", errno))?;
+        self.journal.mapped(range);
+        if self.goes_out(backing) {
+            let _ = self.staging.drop_slots(self.slots_of(range));
+        }
+        self.carry(range, Attributes::of_frames);
+        if self.options.dma_guarded {
+            let _ = self.host.uffd.register(span, Mode::WriteProtect);
+        }
+        self.host.uffd.wake(span);
+        Ok(())
+    }
+
+    /// Drops the copies of held pages that stand over equal frames.
+    pub(super) fn drop_copies(&self, range: PageRange) -> Result<(), BackendError> {
+        let span = self.span_of(range);
+        mapping::drop_pages(span).map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))?;
+        // The marker survives the page (design fact 4).
+        self.unprotect(span);
+        self.host.uffd.wake(span);
+        Ok(())
+    }
+
+    /// Drops held pages of the guest's own memory that are all zero.
+    ///
+    /// Written down first: if only a part is dropped, the rest may go as well,
+    /// and the guest sees no difference.
+    pub(super) fn drop_zeroed(&self, range: PageRange) -> Result<(), BackendError> {
+        self.journal.zeroed(range);
+        let dropped = if self.goes_out(Backing::Own) {
+            self.staging.drop_slots(self.slots_of(range))
+        } else {
+            mapping::drop_pages(self.span_of(range))
+        };
+        dropped.map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
+    }
+
+    /// Maps pages of zeros in place of frames and their copies.
+    pub(super) fn map_zeros(&self, range: PageRange) -> Result<(), BackendError> {
+        mapping::map_anonymous_over(self.span_of(range), self.attributes(range))
+            .map_err(|errno| mapping_error("mmap", errno))?;
+        self.journal.mapped(range);
+        self.now_own(range);
+        Ok(())
+    }
+
+    /// Puts private copies in place of held copies that stand over frames.
+    ///
+    /// The mapping does not become one with its neighbours: the kernel numbers
+    /// its pages by the address at which they were filled.
+    pub(super) fn map_copies(&self, range: PageRange) -> Result<(), BackendError> {
+        let attributes = self.attributes(range);
+        let scratch = Scratch::new(range.len(), attributes)
+            .map_err(|errno| mapping_error("mmap of copies", errno))?;
+        // An error, where filling it would meet the OOM killer.
+        mapping::advise(scratch.span(), Advice::LinuxPopulateWrite).map_err(
+            |errno| match errno {
+                Errno::NOMEM => BackendError::OutOfMemory,
+                errno => host_error("madvise(MADV_POPULATE_WRITE)", errno),
+            },
+        )?;
+        let mut buf = PageBuf::zeroed();
+        for (place, page) in (0..).zip(range.iter()) {
+            self.read(page, &mut buf)?;
+            fill_page(scratch.span().part(place, 1), &buf);
+        }
+        scratch
+            .move_over(self.span_of(range))
+            .map_err(|errno| mapping_error("mremap", errno))?;
+        self.journal.mapped(range);
+        self.now_own(range);
+        Ok(())
+    }
+
+    /// After a mapping of the guest's own has come in place of frames.
+    fn now_own(&self, range: PageRange) {
+        self.carry(range, Attributes::of_own);
+        let span = self.span_of(range);
+        if !self.by_move {
+            let _ = self.host.uffd.register(span, Mode::WriteProtect);
+        }
+        self.host.uffd.wake(span);
+    }
+
+    /// Whether the mapping of a range whose replacement was interrupted, if it
+    /// was, is the new one.
+    pub(super) fn was_replaced(&self, range: PageRange, backing: Backing) -> bool {
+        if range.iter().all(|page| self.journal.is_replaced(page)) {
+            return true;
+        }
+        // Held pages are always registered, fresh mappings never, until the
+        // journal says so. Only pages that are out lose their registration when
+        // the stop ends, and then none is out.
+        let out = self.goes_out(backing) && self.staged(range).is_empty();
+        !out && self.host.uffd.write_protect(self.span_of(range), false) == Err(Errno::NOENT)
+    }
+
+    /// Does what can be done of the rest of an interrupted replacement.
+    pub(super) fn finish_replacement(&self, range: PageRange) {
+        if !range.iter().all(|page| self.journal.is_replaced(page)) {
+            self.journal.mapped(range);
+        }
+        self.carry(range, Attributes::of_frames);
+    }
+
+    /// What the mappings of `range` carry that a new one is made with.
+    fn attributes(&self, range: PageRange) -> Attributes {
+        self.parts
+            .iter()
+            .find(|part| part.range.contains(range.start))
+            .map(|part| part.attributes)
+            .unwrap_or_default()
+    }
+
+    /// Gives fresh mappings what `of` says of what was there at registration.
+    fn carry(&self, range: PageRange, of: fn(Attributes) -> Attributes) {
+        for part in &self.parts {
+            let both = part.range.intersection(range);
+            if !both.is_empty() {
+                let _ = of(part.attributes).apply(self.span_of(both));
+            }
+        }
+    }
+}

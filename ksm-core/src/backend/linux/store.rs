@@ -1,0 +1,155 @@
+//! [`LinuxStore`]: frames in a memfd.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fchmod, fcntl_add_seals, fstat,
+    memfd_create, open,
+};
+use rustix::io::{Errno, pread, pwrite};
+
+use super::host_error;
+use crate::backend::FrameStore;
+use crate::error::BackendError;
+use crate::page::{FrameId, FrameRange, PAGE_SIZE, PageBuf};
+
+/// The most bytes that one `fallocate` is asked for: a signal makes it give
+/// back all that it had allocated.
+const RESERVE_STEP: u64 = 64 << 20;
+
+/// The frames of one domain, in a memfd that grows as they are reserved.
+///
+/// Frames are read and written by `pread` and `pwrite`, not through a mapping:
+/// reading a frame without memory then allocates none, and a failure is an
+/// error, not a SIGBUS.
+#[derive(Debug)]
+pub struct LinuxStore {
+    fd: OwnedFd,
+}
+
+impl LinuxStore {
+    /// Makes an empty store.
+    pub(super) fn create() -> Result<Self, BackendError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = match memfd_create("ksm-store", flags | MemfdFlags::NOEXEC_SEAL) {
+            // Before Linux 6.3.
+            Err(Errno::INVAL) => memfd_create("ksm-store", flags),
+            made => made,
+        };
+        Self::from_fd(fd.map_err(|errno| host_error("memfd_create", errno))?)
+    }
+
+    /// Makes a store of an empty memfd that allows sealing.
+    ///
+    /// # Errors
+    /// When it cannot be sealed: it is another kind of file, or was made
+    /// without `MFD_ALLOW_SEALING`.
+    pub fn from_fd(fd: OwnedFd) -> Result<Self, BackendError> {
+        // Not FUTURE_WRITE, which would forbid punching as well (design fact 1).
+        // Not GROW: the store does.
+        fcntl_add_seals(&fd, SealFlags::SHRINK)
+            .map_err(|errno| host_error("fcntl(F_ADD_SEALS)", errno))?;
+        // Others may have it, but only to read: see `open_read_only`.
+        fchmod(&fd, Mode::RUSR).map_err(|errno| host_error("fchmod", errno))?;
+        Ok(Self { fd })
+    }
+
+    /// A descriptor for another process: it can map frames privately and read
+    /// them, but neither write nor punch them.
+    ///
+    /// The one call that opens something under /proc: a jailed process makes
+    /// its descriptors before it goes in.
+    ///
+    /// # Errors
+    /// When `/proc/self/fd` is not to be had.
+    pub fn open_read_only(&self) -> Result<OwnedFd, BackendError> {
+        use std::os::fd::AsRawFd;
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
+        open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|errno| host_error("open of /proc/self/fd", errno))
+    }
+
+    /// The descriptor to map frames from.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl FrameStore for LinuxStore {
+    fn reserve(&self, frames: FrameRange) -> Result<(), BackendError> {
+        let (mut at, mut left) = (frames.start.byte_offset(), frames.byte_len());
+        while left > 0 {
+            let step = left.min(RESERVE_STEP);
+            match fallocate(&self.fd, FallocateFlags::empty(), at, step) {
+                Ok(()) => {
+                    at += step;
+                    left -= step;
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::NOMEM | Errno::NOSPC) => return Err(BackendError::OutOfMemory),
+                Err(errno) => return Err(host_error("fallocate", errno)),
+            }
+        }
+        Ok(())
+    }
+
+    fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
+        transfer("pwrite", PAGE_SIZE, |done| {
+            let offset = frame.byte_offset() + done as u64;
+            pwrite(&self.fd, &content.bytes()[done..], offset)
+        })
+    }
+
+    fn read(&self, frame: FrameId, buf: &mut PageBuf) -> Result<(), BackendError> {
+        transfer("pread", PAGE_SIZE, |done| {
+            let offset = frame.byte_offset() + done as u64;
+            pread(&self.fd, &mut buf.bytes_mut()[done..], offset)
+        })
+    }
+
+    fn punch(&self, frames: FrameRange) -> Result<(), BackendError> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match fallocate(
+                &self.fd,
+                flags,
+                frames.start.byte_offset(),
+                frames.byte_len(),
+            ) {
+                Err(Errno::INTR) => {}
+                done => return done.map_err(|errno| host_error("fallocate(PUNCH_HOLE)", errno)),
+            }
+        }
+    }
+
+    fn allocated_bytes(&self) -> Result<u64, BackendError> {
+        /// `st_blocks` counts in these, whatever the file system's own.
+        const SECTOR: u64 = 512;
+        let stat = fstat(&self.fd).map_err(|errno| host_error("fstat", errno))?;
+        Ok(u64::try_from(stat.st_blocks).unwrap_or(0) * SECTOR)
+    }
+}
+
+/// Repeats a short read or write until `len` bytes are through.
+fn transfer(
+    call: &'static str,
+    len: usize,
+    mut step: impl FnMut(usize) -> Result<usize, Errno>,
+) -> Result<(), BackendError> {
+    let mut done = 0;
+    while done < len {
+        match step(done) {
+            Ok(0) => {
+                return Err(host_error(
+                    call,
+                    io::Error::from(io::ErrorKind::UnexpectedEof),
+                ));
+            }
+            Ok(more) => done += more,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(host_error(call, errno)),
+        }
+    }
+    Ok(())
+}
