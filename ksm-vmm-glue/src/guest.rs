@@ -123,7 +123,11 @@ impl<B: Backend> GuestKsm<B> {
         let wanted: BTreeSet<_> = memory.iter().map(extent).collect();
         let registered: BTreeSet<_> = self.mapped.iter().map(|m| (m.start, m.pages)).collect();
         for at in (0..self.mapped.len()).rev() {
-            let Mapped { start, pages, region } = self.mapped[at];
+            let Mapped {
+                start,
+                pages,
+                region,
+            } = self.mapped[at];
             if !wanted.contains(&(start, pages)) {
                 self.ksm.unregister(region)?;
                 self.mapped.remove(at);

@@ -37,6 +37,7 @@
 
 pub mod counters;
 mod guest;
+mod linux;
 mod scanner;
 
 pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};

@@ -1,4 +1,5 @@
 //! A guest memory in the engine, on the simulated backend.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -34,7 +35,12 @@ impl Bench {
         let sim = SimBackend::new(SimConfig::default());
         let ksm = Arc::new(Ksm::new(sim.clone(), Config::default()).unwrap());
         let domain = ksm.create_domain().unwrap();
-        Self { sim, ksm, domain, guests: HashMap::new() }
+        Self {
+            sim,
+            ksm,
+            domain,
+            guests: HashMap::new(),
+        }
     }
 
     fn source(&mut self) -> impl FnMut(Arc<GuestRegionMmap>) -> SimGuest {
@@ -47,7 +53,13 @@ impl Bench {
 
     fn register(&mut self, memory: &GuestMemoryMmap) -> Result<GuestKsm<SimBackend>, GuestError> {
         let (ksm, domain) = (Arc::clone(&self.ksm), self.domain);
-        GuestKsm::register_with(&ksm, domain, memory, RegionOptions::default(), self.source())
+        GuestKsm::register_with(
+            &ksm,
+            domain,
+            memory,
+            RegionOptions::default(),
+            self.source(),
+        )
     }
 
     fn scan_passes(&self, passes: u64) {
@@ -77,7 +89,10 @@ fn ranges_are_found_across_regions_and_holes_are_named() {
         ]
     );
     let beyond = guest.locate(GuestAddress(0x1b_000), 2 * PAGE);
-    assert!(matches!(beyond, Err(GuestError::Unmapped(0x1c_000))), "{beyond:?}");
+    assert!(
+        matches!(beyond, Err(GuestError::Unmapped(0x1c_000))),
+        "{beyond:?}"
+    );
     let before = guest.locate(GuestAddress(0), PAGE);
     assert!(matches!(before, Err(GuestError::Unmapped(0))), "{before:?}");
     let ragged = guest.locate(GuestAddress(0x12_000), 100);
@@ -115,9 +130,15 @@ fn a_guest_memory_that_changes_is_followed() {
     let mut guest = bench.register(&atomic.memory()).unwrap();
     let kept = guest.mapped()[0];
 
-    let (without, _) = atomic.memory().remove_region(GuestAddress(0x14_000), 8 * PAGE).unwrap();
+    let (without, _) = atomic
+        .memory()
+        .remove_region(GuestAddress(0x14_000), 8 * PAGE)
+        .unwrap();
     let more = GuestRegionMmap::from_range(GuestAddress(0x1000), 4096, None).unwrap();
-    atomic.lock().unwrap().replace(without.insert_region(Arc::new(more)).unwrap());
+    atomic
+        .lock()
+        .unwrap()
+        .replace(without.insert_region(Arc::new(more)).unwrap());
     guest.sync_with(&atomic.memory(), bench.source()).unwrap();
 
     let starts: Vec<_> = guest.mapped().iter().map(|mapped| mapped.start.0).collect();
@@ -155,13 +176,17 @@ fn a_guest_that_goes_leaves_nothing_merged() {
 #[test]
 fn a_region_of_half_pages_is_refused_and_none_is_left_behind() {
     let mut bench = Bench::new();
-    let memory = GuestMemoryMmap::from_ranges(&[
-        (GuestAddress(0), 4096),
-        (GuestAddress(0x2000), 2048),
-    ])
-    .unwrap();
+    let memory =
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096), (GuestAddress(0x2000), 2048)])
+            .unwrap();
     let error = bench.register(&memory).unwrap_err();
-    assert!(matches!(error, GuestError::NotWholePages { address: 0x2000, bytes: 2048 }));
+    assert!(matches!(
+        error,
+        GuestError::NotWholePages {
+            address: 0x2000,
+            bytes: 2048
+        }
+    ));
     assert_eq!(memory.num_regions(), 2);
     bench.guests[&0].write(PageIndex(0), &pattern(1));
     bench.scan_passes(2);

@@ -16,14 +16,17 @@ use ksm_core::backend::Backend;
 
 pub use pace::Pacing;
 use pace::{Pace, StopSignal};
-pub use watch::Watch;
 use watch::ThreadWatch;
+pub use watch::Watch;
 
 /// The least a scanner rests when there was nothing to scan, or scanning
 /// failed.
 const IDLE_PAUSE: Duration = Duration::from_millis(20);
 /// How long a scanner that ended is rested before another takes its place.
 const RESTART_PAUSE: Duration = Duration::from_millis(100);
+
+/// What is called on every scanning thread first.
+type Prepare = Arc<dyn Fn() + Send + Sync>;
 
 /// How a [`ScannerThread`] works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,6 +115,21 @@ impl ScannerThread {
     /// # Errors
     /// When the host gives no thread or file descriptor.
     pub fn start<B: Backend>(ksm: Arc<Ksm<B>>, options: ScannerOptions) -> io::Result<Self> {
+        Self::start_with(ksm, options, || {})
+    }
+
+    /// Starts to scan, after having called `prepare` on the scanning thread: to
+    /// set its CPU affinity or priority, say. It is called again on every
+    /// thread that takes its place.
+    ///
+    /// # Errors
+    /// As [`ScannerThread::start`].
+    pub fn start_with<B: Backend>(
+        ksm: Arc<Ksm<B>>,
+        options: ScannerOptions,
+        prepare: impl Fn() + Send + Sync + 'static,
+    ) -> io::Result<Self> {
+        let prepare: Prepare = Arc::new(prepare);
         let shared = Arc::new(Shared {
             stop: StopSignal::new()?,
             pace: Pace::new(options.pacing),
@@ -122,7 +140,7 @@ impl ScannerThread {
             }),
             pages_scanned: AtomicU64::new(0),
         });
-        let mut first = Scanner::spawn(&ksm, &shared)?;
+        let mut first = Scanner::spawn(&ksm, &shared, &prepare)?;
         shared.state().watch = first.watch();
         let watched = Arc::clone(&shared);
         let watcher = Builder::new().name("ksm-watch".to_owned()).spawn(move || {
@@ -135,7 +153,7 @@ impl ScannerThread {
                     return;
                 }
                 left -= 1;
-                match Scanner::spawn(&ksm, &watched) {
+                match Scanner::spawn(&ksm, &watched, &prepare) {
                     Ok(next) => first = next,
                     Err(error) => {
                         let reason = error.to_string();
@@ -223,14 +241,20 @@ struct Scanner {
 }
 
 impl Scanner {
-    fn spawn<B: Backend>(ksm: &Arc<Ksm<B>>, shared: &Arc<Shared>) -> io::Result<Self> {
+    fn spawn<B: Backend>(
+        ksm: &Arc<Ksm<B>>,
+        shared: &Arc<Shared>,
+        prepare: &Prepare,
+    ) -> io::Result<Self> {
         let (started, start) = channel();
         let (end, ended) = channel();
         let (ksm, shared) = (Arc::clone(ksm), Arc::clone(shared));
+        let prepare = Arc::clone(prepare);
         let thread = Builder::new().name("ksm-scan".to_owned()).spawn(move || {
             let watch = ThreadWatch::on_this_thread().map_err(|error| error.to_string());
             // Whoever started this thread waits for it.
             let _ = started.send(watch);
+            prepare();
             report_end(&end, scan_until_told(&ksm, &shared));
         })?;
         let watch = start
