@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::ThreadId;
 
 use crate::backend::{Backend, FrameStore, RegionOptions};
 use crate::config::Config;
@@ -17,6 +16,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Class, DomainId, Lease, Region, RegionGuard, RegionId, SpaceId};
 use crate::scan;
 use crate::stats::{MemoryStats, ScanReport, Stats};
+use crate::sync::{ThreadId, current};
 use crate::unshare;
 
 /// What an unmerge is to reach.
@@ -401,7 +401,7 @@ impl<B: Backend> Ksm<B> {
         std::mem::forget(self.scanner.lock()?);
         let mut quiesced = Quiesced {
             ksm: self,
-            holder: std::thread::current().id(),
+            holder: current().id(),
             regions: Vec::new(),
         };
         for region in self.layout.regions() {

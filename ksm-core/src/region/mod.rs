@@ -20,14 +20,13 @@ pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record};
 
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use crate::backend::{Backend, Memory, RegionOptions};
 use crate::domain::Domain;
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::stats::MemoryStats;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, ThreadId};
 
 /// One registered stretch of guest memory.
 #[derive(Debug)]
