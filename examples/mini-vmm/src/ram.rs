@@ -1,0 +1,117 @@
+//! [`Ram`]: a guest's physical memory, and the mailbox in it.
+
+use std::sync::atomic::Ordering;
+
+use anyhow::Context as _;
+use ksm_core::page::{bytes_in, pages_in};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use crate::content::PageSpec;
+use crate::layout::{
+    Command, DESCRIPTORS, MAILBOX, WORK_BASE, control_bytes, descriptor, descriptor_words,
+    lockstep_list, mail,
+};
+use crate::plan::Plan;
+
+/// Where the second region of the work memory starts is a multiple of this: a
+/// huge page.
+const SPLIT_PAGES: u64 = 512;
+
+/// A guest's memory: private anonymous mappings.
+#[derive(Clone, Debug)]
+pub(crate) struct Ram {
+    /// Control area and work memory.
+    pub(crate) all: GuestMemoryMmap,
+    /// The work memory alone, in two regions: what is registered with the
+    /// engine.
+    pub(crate) work: GuestMemoryMmap,
+}
+
+impl Ram {
+    /// Maps the memory of a guest with `pages` pages of work memory.
+    pub(crate) fn new(pages: u64) -> anyhow::Result<Self> {
+        let first = (pages / 2).next_multiple_of(SPLIT_PAGES).min(pages);
+        let mut ranges = vec![(GuestAddress(0), control_bytes(pages))];
+        for (start, end) in [(0, first), (first, pages)] {
+            if start < end {
+                let address = GuestAddress(WORK_BASE + bytes_in(start));
+                ranges.push((address, bytes_in(end - start)));
+            }
+        }
+        let ranges: Vec<_> = ranges
+            .into_iter()
+            .map(|(start, bytes)| Ok((start, usize::try_from(bytes)?)))
+            .collect::<anyhow::Result<_>>()?;
+        let all = GuestMemoryMmap::from_ranges(&ranges).context("cannot map guest memory")?;
+        let control = all
+            .find_region(GuestAddress(0))
+            .expect("mapped above")
+            .len();
+        let (work, _) = all.remove_region(GuestAddress(0), control)?;
+        Ok(Self { all, work })
+    }
+
+    /// Pages of work memory.
+    pub(crate) fn pages(&self) -> u64 {
+        self.work.iter().map(|region| pages_in(region.len())).sum()
+    }
+
+    /// Writes what the guest needs to know of its plan.
+    pub(crate) fn write_plan(&self, plan: &Plan) -> anyhow::Result<()> {
+        for (page, spec) in (0..).zip(&plan.pages) {
+            self.set_spec(page, *spec)?;
+        }
+        let list = lockstep_list(plan.len());
+        for (at, page) in (0..).zip(&plan.lockstep) {
+            self.all.write_obj(*page, GuestAddress(list + at * 8))?;
+        }
+        Ok(())
+    }
+
+    /// Writes what a page must hold. The guest must not be at it just then.
+    pub(crate) fn set_spec(&self, page: u64, spec: PageSpec) -> anyhow::Result<()> {
+        let at = GuestAddress(DESCRIPTORS + page * descriptor::BYTES);
+        Ok(self.all.write_obj(descriptor_words(spec), at)?)
+    }
+
+    /// Whether the guest has counted a page as lost.
+    pub(crate) fn is_marked_lost(&self, page: u64) -> anyhow::Result<bool> {
+        let at = DESCRIPTORS + page * descriptor::BYTES + descriptor::LOST;
+        Ok(self.all.read_obj::<u32>(GuestAddress(at))? != 0)
+    }
+
+    /// Puts a command into the mailbox.
+    pub(crate) fn post(&self, command: Command) -> anyhow::Result<()> {
+        let offsets = [mail::COMMAND, mail::FIRST, mail::END, mail::TIMES];
+        for (offset, word) in offsets.into_iter().zip(command.words()) {
+            self.set_mail(offset, word)?;
+        }
+        Ok(())
+    }
+
+    /// A word of the mailbox, while the guest may be running.
+    pub(crate) fn mail(&self, offset: u64) -> anyhow::Result<u64> {
+        let at = GuestAddress(MAILBOX + offset);
+        Ok(self.all.load(at, Ordering::Relaxed)?)
+    }
+
+    /// Sets a word of the mailbox.
+    pub(crate) fn set_mail(&self, offset: u64, word: u64) -> anyhow::Result<()> {
+        let at = GuestAddress(MAILBOX + offset);
+        Ok(self.all.store(word, at, Ordering::Relaxed)?)
+    }
+
+    /// Copies a page of the work memory.
+    pub(crate) fn read_page(
+        &self,
+        page: u64,
+        buf: &mut [u8; ksm_core::PAGE_SIZE],
+    ) -> anyhow::Result<()> {
+        Ok(self.work.read_slice(buf, page_address(page))?)
+    }
+}
+
+/// The guest-physical address of a page of the work memory.
+pub(crate) const fn page_address(page: u64) -> GuestAddress {
+    GuestAddress(WORK_BASE + bytes_in(page))
+}

@@ -1,0 +1,44 @@
+//! From a rust-vmm guest memory to merged pages.
+//!
+//! [`ksm_core`] knows regions and pages; a VMM has a `GuestMemoryMmap` and
+//! guest-physical addresses. This crate is what lies between:
+//!
+//! - [`GuestKsm`] registers every region of a guest memory, follows it when it
+//!   changes (behind a `GuestMemoryAtomic`), and takes guest-physical addresses.
+//! - [`ScannerThread`] calls [`Ksm::scan`](ksm_core::Ksm::scan) at the pace of
+//!   the kernel's `pages_to_scan` and `sleep_millisecs`, and is watched.
+//! - [`counters`] prints counters as the kernel prints its own.
+//!
+//! Each can be used without the others.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use ksm_core::backend::linux::LinuxBackend;
+//! use ksm_core::{Config, Ksm, RegionOptions};
+//! use ksm_vmm_glue::{GuestKsm, ScannerOptions, ScannerThread};
+//! use vm_memory::{GuestAddress, GuestMemoryMmap};
+//!
+//! let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 128 << 20)])?;
+//!
+//! let ksm = Arc::new(Ksm::new(LinuxBackend::open()?, Config::default())?);
+//! let domain = ksm.create_domain()?;
+//! let guest = GuestKsm::register(&ksm, domain, &memory, RegionOptions::default())?;
+//! let scanner = ScannerThread::start(Arc::clone(&ksm), ScannerOptions::default())?;
+//!
+//! // ... run vCPUs ...
+//!
+//! println!("{}", ksm_vmm_glue::counters::engine(&ksm.stats()));
+//! scanner.stop();
+//! guest.unregister()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod counters;
+mod guest;
+mod linux;
+mod scanner;
+
+pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};
+pub use scanner::{Pacing, ScannerOptions, ScannerThread, Status, Tally, Watch};

@@ -1,0 +1,65 @@
+//! Guests on the Linux backend, which takes vm-memory's regions as they are.
+
+use std::sync::Arc;
+
+use ksm_core::backend::linux::{HostRegion, LinuxBackend};
+use ksm_core::{DomainId, Ksm, RegionOptions};
+use vm_memory::{GuestMemoryRegion, GuestRegionCollection};
+
+use crate::guest::{GuestError, GuestKsm};
+
+impl GuestKsm<LinuxBackend> {
+    /// Registers every region of `memory` as a guest of `domain`.
+    ///
+    /// With a `GuestMemoryAtomic`, give what its `memory()` returns, and call
+    /// [`GuestKsm::sync`] with that again when the memory has changed:
+    ///
+    /// ```no_run
+    /// # use std::sync::Arc;
+    /// # use ksm_core::backend::linux::LinuxBackend;
+    /// # use ksm_core::{Config, Ksm, RegionOptions};
+    /// # use ksm_vmm_glue::GuestKsm;
+    /// # use vm_memory::{GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap, GuestRegionMmap};
+    /// # let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 128 << 20)])?;
+    /// # let ksm = Arc::new(Ksm::new(LinuxBackend::open()?, Config::default())?);
+    /// # let domain = ksm.create_domain()?;
+    /// let memory = GuestMemoryAtomic::new(memory);
+    /// let mut guest = GuestKsm::register(&ksm, domain, &memory.memory(), RegionOptions::default())?;
+    ///
+    /// // Memory is plugged in.
+    /// let more = GuestRegionMmap::from_range(GuestAddress(1 << 32), 64 << 20, None)?;
+    /// let grown = memory.memory().insert_region(Arc::new(more))?;
+    /// memory.lock().unwrap().replace(grown);
+    /// guest.sync(&memory.memory())?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`GuestError::Engine`] when the engine refuses a region; none is
+    /// registered then.
+    pub fn register<R>(
+        ksm: &Arc<Ksm<LinuxBackend>>,
+        domain: DomainId,
+        memory: &GuestRegionCollection<R>,
+        options: RegionOptions,
+    ) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        Self::register_with(ksm, domain, memory, options, HostRegion::new)
+    }
+
+    /// Brings the registration in line with `memory`: registers regions that
+    /// are new, unregisters those that are gone. A region is the same if start
+    /// and length are.
+    ///
+    /// # Errors
+    /// As [`GuestKsm::register`] and [`GuestKsm::unregister`], at the first
+    /// region that fails. The call can be repeated.
+    pub fn sync<R>(&mut self, memory: &GuestRegionCollection<R>) -> Result<(), GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        self.sync_with(memory, HostRegion::new)
+    }
+}
