@@ -212,7 +212,7 @@ impl<B: Backend> Window<'_, '_, B> {
         };
         match domain.unstable.find_or_insert(fingerprint, me) {
             Some(other) if other != me && self.still_there(other, fingerprint) => {
-                self.promote(page, other, fingerprint);
+                self.promote(page, other, fingerprint, stretch);
             }
             Some(_) => {
                 domain.unstable.remove(fingerprint);
@@ -270,7 +270,13 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     /// Two equal pages: a frame for both, in the stable tree.
-    fn promote(&mut self, page: PageIndex, other: UnstableItem, fingerprint: Fingerprint) {
+    fn promote(
+        &mut self,
+        page: PageIndex,
+        other: UnstableItem,
+        fingerprint: Fingerprint,
+        stretch: usize,
+    ) {
         let domain = &self.region.domain;
         let read = self.guard.memory().read(page, &mut self.buf);
         if read.is_err() || domain.keys.fingerprint(&self.buf) != fingerprint {
@@ -280,14 +286,15 @@ impl<B: Backend> Window<'_, '_, B> {
         match domain.plan_frame(previous, fingerprint, &self.buf) {
             Ok(frame) => {
                 domain.unstable.remove(fingerprint);
-                let goal = Goal::Frame(frame);
-                let page_of_other = other.page;
-                let wish = Wish {
-                    page: page_of_other,
-                    goal,
+                let first = if stretch >= STRETCH {
+                    domain.stretch(frame)
+                } else {
+                    frame
                 };
-                self.findings.wishes.push((other.region, wish));
-                self.wish(page, goal);
+                self.wish_for(other, Goal::Frame(first));
+                let next = self.previous_frame(page);
+                let next = next.and_then(|frame| domain.extend(frame, fingerprint));
+                self.wish(page, Goal::Frame(next.unwrap_or(first)));
             }
             Err(_) => self.done(page, Outcome::NoMemory),
         }
@@ -301,11 +308,17 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     fn wish(&mut self, page: PageIndex, goal: Goal) {
-        if let Goal::Frame(frame) = goal {
+        let region = self.region.id;
+        self.wish_for(UnstableItem { region, page }, goal);
+    }
+
+    fn wish_for(&mut self, UnstableItem { region, page }: UnstableItem, goal: Goal) {
+        if let Goal::Frame(frame) = goal
+            && region == self.region.id
+        {
             self.last = Some((page, frame));
         }
-        let wish = Wish { page, goal };
-        self.findings.wishes.push((self.region.id, wish));
+        self.findings.wishes.push((region, Wish { page, goal }));
     }
 
     fn done(&mut self, page: PageIndex, outcome: Outcome) {
