@@ -150,6 +150,11 @@ impl<B: Backend> Domain<B> {
         }
     }
 
+    /// A copied page's region is gone, and its mapping still names `frame`.
+    pub(crate) fn abandon(&self, frame: FrameId) {
+        self.sharing.lock().rmap.abandon(frame);
+    }
+
     /// Undoes a [`Self::reserve`] for a mapping that did not come about, or is
     /// gone with its page.
     pub(crate) fn release(&self, item: ItemId) {
@@ -221,6 +226,7 @@ impl<B: Backend> Domain<B> {
         let mut live = 0;
         for (frame, node) in sharing.rmap.nodes() {
             let (names, sharers) = named.get(&frame).copied().unwrap_or_default();
+            let names = names + node.abandoned;
             if (names, sharers) != (node.named, node.sharers) {
                 return Err(format!(
                     "{frame}: named {} shared {}, the records say {names} {sharers}",

@@ -199,6 +199,11 @@ impl<B: Backend> Ksm<B> {
     }
 
     fn retire(&self, region: &Region<B>) {
+        for (_, record) in region.pages().seen(region.range()) {
+            if let Some(frame) = record.frame {
+                region.domain.abandon(frame);
+            }
+        }
         let tally = *region.tally();
         let mut retired = self.retired.lock();
         let sums = retired.entry(region.domain.id).or_default();

@@ -78,6 +78,9 @@ pub mod fault;
 mod fault;
 mod fingerprint;
 mod frames;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 mod layout;
 mod merge;
 pub mod outcome;
@@ -85,6 +88,8 @@ pub mod page;
 mod region;
 mod rmap;
 mod scan;
+#[cfg(feature = "script")]
+pub mod script;
 mod sharded;
 mod stable;
 mod stats;

@@ -37,6 +37,9 @@ pub(crate) struct StableNode {
     pub(crate) sharers: u32,
     /// How many pages' mappings name it: its sharers, and pages copied since.
     pub(crate) named: u32,
+    /// How many of those mappings belong to regions that are gone, so that the
+    /// frame's number is never free again.
+    pub(crate) abandoned: u32,
     /// Whether it is in the stable tree, its memory filled.
     pub(crate) live: bool,
     head: u32,
@@ -79,6 +82,7 @@ impl Rmap {
             digest,
             sharers: 0,
             named: 0,
+            abandoned: 0,
             live: false,
             head: NONE,
         });
@@ -184,6 +188,11 @@ impl Rmap {
         node.named -= 1;
         debug_assert!(node.named >= node.sharers);
         node.named
+    }
+
+    /// One copied page goes out of sight, its mapping still naming the frame.
+    pub(crate) fn abandon(&mut self, frame: FrameId) {
+        self.node_mut(frame.0).abandoned += 1;
     }
 
     /// The pages that map `frame` as shared.

@@ -71,6 +71,11 @@ pub(crate) fn window<B: Backend>(
         last: None,
         buf: PageBuf::zeroed(),
     };
+    let looked_at = PageRange {
+        start: within.start,
+        end: next,
+    };
+    window.forget_absent(looked_at, &runs);
     let candidates = window.look(&runs);
     let fingerprints = window.fingerprint(&candidates);
     fault::point(Step::Hashed);
@@ -86,6 +91,25 @@ pub(crate) fn window<B: Backend>(
 }
 
 impl<B: Backend> Window<'_, '_, B> {
+    /// Forgets pages that were populated once and are holes now (the kernel:
+    /// `remove_trailing_rmap_items`). A merged page that nobody has touched since
+    /// is a hole too, and so is a zero page: those stay.
+    fn forget_absent(&self, range: PageRange, runs: &[PageRun]) {
+        let mut pages = self.region.pages();
+        let mut runs = runs.iter().map(|run| run.range).peekable();
+        let mut gone = Vec::new();
+        for (page, record) in pages.seen(range) {
+            while runs.next_if(|run| run.end <= page).is_some() {}
+            let populated = runs.peek().is_some_and(|run| run.contains(page));
+            if !populated && record.frame.is_none() && record.class != Class::Zero {
+                gone.push(page);
+            }
+        }
+        for page in gone {
+            pages.set(page, Record::UNSEEN);
+        }
+    }
+
     /// Brings the records up to date with the page map. Returns the pages that
     /// are worth reading.
     fn look(&mut self, runs: &[PageRun]) -> Vec<PageIndex> {

@@ -92,7 +92,7 @@ impl StableTree {
     }
 
     /// Bytes that one node takes.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) const fn node_bytes() -> usize {
         size_of::<StableNode>()
     }

@@ -66,7 +66,7 @@ impl UnstableTree {
     }
 
     /// Bytes that one node takes.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) const fn node_bytes() -> usize {
         size_of::<UnstableNode>()
     }

@@ -172,7 +172,10 @@ impl<J> Drop for LeaseGuard<'_, J> {
             .is_some_and(|holder| holder.epoch == self.epoch)
         {
             queue.holder = None;
-            self.lease.turn.notify_all();
+            if !queue.waiting.is_empty() {
+                // A system call, whether anybody waits or not.
+                self.lease.turn.notify_all();
+            }
         }
     }
 }
@@ -223,8 +226,10 @@ impl Queue {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
+#[cfg(loom)]
 mod loom_tests;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
+#[cfg(not(loom))]
 mod tests;

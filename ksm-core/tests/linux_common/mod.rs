@@ -161,6 +161,10 @@ impl Guest {
 pub(crate) struct Vcpu(JoinHandle<()>);
 
 impl Vcpu {
+    pub(crate) fn new(run: impl FnOnce() + Send + 'static) -> Self {
+        Self(std::thread::spawn(run))
+    }
+
     /// Whether it is still waiting after a moment.
     pub(crate) fn waits(&self) -> bool {
         std::thread::sleep(MOMENT);

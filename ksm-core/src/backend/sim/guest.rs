@@ -119,6 +119,15 @@ impl SimGuest {
         Some(PageBuf::clone(&world.bytes(self.region, page)))
     }
 
+    /// A page's bytes as the guest would read them, without the read: nothing is
+    /// brought into the page table. `None` if a read would wait.
+    #[must_use]
+    pub fn peek(&self, page: PageIndex) -> Option<PageBuf> {
+        let world = self.host.lock();
+        let waits = world.regions[self.region].read_waits(page);
+        (!waits).then(|| PageBuf::clone(&world.bytes(self.region, page)))
+    }
+
     /// A page's state.
     #[must_use]
     pub fn state(&self, page: PageIndex) -> SimPageState {
@@ -158,10 +167,10 @@ impl SimGuest {
         self.host.lock().regions[self.region].page_mut(page).pinned = false;
     }
 
-    /// Whether a page is pinned.
+    /// Whether a page, or the huge page that it is part of, is pinned.
     #[must_use]
     pub fn is_pinned(&self, page: PageIndex) -> bool {
-        self.host.lock().regions[self.region].page(page).pinned
+        self.host.lock().is_pinned(self.region, page)
     }
 
     /// Swaps a page out. Returns whether it is swapped then: only a page with
@@ -225,8 +234,10 @@ impl SimGuest {
         self.host.lock().regions[self.region].page(page).huge
     }
 
-    /// What the storm did to this memory since the last call, in order: the
-    /// bytes that a page got, or nothing where it was dropped.
+    /// What happened to this memory since the last call other than through
+    /// this handle, in order: the bytes that the storm gave a page, or nothing
+    /// where a page was dropped, by the storm or by the engine. Kept only while
+    /// there is a storm.
     #[must_use]
     pub fn take_storm_log(&self) -> Vec<(PageIndex, Option<Arc<PageBuf>>)> {
         std::mem::take(&mut self.host.lock().regions[self.region].log)

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::Host;
 use super::call::Call;
+use super::config::Storm;
 use super::page::{Bytes, Hold, Write};
 use super::store::SimStore;
 use super::world::World;
@@ -135,10 +136,15 @@ impl World {
         self.demand_held(Call::Discard, region, range, false);
         self.may_fail(Call::Discard)?;
         if backing == Backing::Frame {
-            return self.remap(region, range, |_| (None, Bytes::Nowhere));
+            self.remap(region, range, |_| (None, Bytes::Nowhere))?;
+        } else {
+            for page in range.iter() {
+                self.apply(region, page, &Write::Drop);
+            }
         }
-        for page in range.iter() {
-            self.apply(region, page, &Write::Drop);
+        if self.storm != Storm::default() {
+            let dropped = range.iter().map(|page| (page, None));
+            self.regions[region].log.extend(dropped);
         }
         Ok(())
     }

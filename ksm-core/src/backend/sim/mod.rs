@@ -144,6 +144,12 @@ impl SimBackend {
         self.host.lock().plan.clear();
     }
 
+    /// Holds the world still: until it goes on, there is no storm and no call
+    /// fails. For checks that make calls of their own.
+    pub fn hold_still(&self, still: bool) {
+        self.host.lock().still = still;
+    }
+
     /// How many calls of this kind were made.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {

@@ -24,7 +24,8 @@ pub(super) struct Region {
     pub(super) store: Option<usize>,
     /// In the order in which they came.
     pub(super) waiters: Vec<Waiter>,
-    /// What the storm made of pages, in order; nothing where it dropped them.
+    /// What was made of pages while there was a storm, in order; nothing where
+    /// they were dropped.
     pub(super) log: Vec<(PageIndex, Option<Arc<PageBuf>>)>,
 }
 

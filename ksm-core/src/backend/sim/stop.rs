@@ -124,7 +124,7 @@ impl World {
     }
 
     /// A huge page is pinned as a whole.
-    fn is_pinned(&self, region: usize, page: PageIndex) -> bool {
+    pub(super) fn is_pinned(&self, region: usize, page: PageIndex) -> bool {
         let region = &self.regions[region];
         let range = match region.page(page).huge {
             true => self.huge_range(page),

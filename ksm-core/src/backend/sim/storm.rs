@@ -14,6 +14,9 @@ impl World {
     /// One step of everybody but the engine.
     pub(super) fn step(&mut self, focus: Focus) {
         let storm = self.storm;
+        if self.still {
+            return;
+        }
         if self.rng.chance(storm.write) {
             self.storm_writes(focus);
         }

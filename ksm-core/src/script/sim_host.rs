@@ -1,0 +1,130 @@
+//! Scripts on the simulated backend, which has every power.
+
+use super::host::{Event, Host, Meddling, Weather};
+use crate::backend::sim::{SimBackend, SimConfig, SimGuest, SimPageState, Storm};
+use crate::page::{PageBuf, PageIndex, PageRange};
+
+/// A simulated host for scripts.
+#[derive(Debug)]
+pub struct SimHost {
+    sim: SimBackend,
+    config: SimConfig,
+}
+
+impl SimHost {
+    /// One with the default settings, but for the seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self::with(SimConfig {
+            seed,
+            ..SimConfig::default()
+        })
+    }
+
+    /// One with these settings.
+    #[must_use]
+    pub fn with(config: SimConfig) -> Self {
+        let sim = SimBackend::new(config.clone());
+        Self { sim, config }
+    }
+
+    /// The host.
+    #[must_use]
+    pub const fn sim(&self) -> &SimBackend {
+        &self.sim
+    }
+
+    /// The aligned pages around one: a huge page.
+    fn around(&self, page: PageIndex) -> PageRange {
+        let pages = self.config.pages_per_huge;
+        PageRange::new(PageIndex(page.0 / pages * pages), pages)
+    }
+}
+
+impl Host for SimHost {
+    type Backend = SimBackend;
+    type Guest = SimGuest;
+
+    fn backend(&self) -> SimBackend {
+        self.sim.clone()
+    }
+
+    fn guest(&mut self, pages: u64) -> SimGuest {
+        self.sim.guest(pages)
+    }
+
+    fn source(&self, guest: &SimGuest) -> SimGuest {
+        guest.clone()
+    }
+
+    fn write(&mut self, guest: &SimGuest, page: PageIndex, bytes: &PageBuf) {
+        guest.write(page, bytes);
+    }
+
+    fn read(&mut self, guest: &SimGuest, page: PageIndex) -> PageBuf {
+        guest.read(page)
+    }
+
+    fn peek(&mut self, guest: &SimGuest, page: PageIndex) -> PageBuf {
+        guest.peek(page).expect("nothing is out between operations")
+    }
+
+    fn meddle(&mut self, guest: &SimGuest, range: PageRange, how: Meddling) -> Option<PageRange> {
+        let (page, nothing) = (range.start, PageRange::default());
+        match how {
+            Meddling::Pin => return guest.pin(page).then(|| PageRange::one(page)),
+            Meddling::Huge => return guest.collapse(page).then(|| self.around(page)),
+            Meddling::Unpin => guest.unpin(page),
+            Meddling::Fork => guest.fork(range),
+            Meddling::Swap => {
+                for page in range.iter() {
+                    guest.swap_out(page);
+                }
+            }
+        }
+        Some(nothing)
+    }
+
+    fn set_weather(&mut self, weather: Weather) -> bool {
+        match weather {
+            Weather::Fail(call, failure, nth) => self.sim.fail_nth(call, failure, nth),
+            Weather::MaxVmas(max) => self.sim.set_max_vmas(max),
+            Weather::Storm => self.sim.set_storm(Storm::rough()),
+            Weather::Calm => {
+                self.sim.set_storm(Storm::default());
+                self.sim.no_failures();
+                self.sim.set_max_vmas(self.config.max_vmas);
+            }
+        }
+        true
+    }
+
+    fn hold_still(&mut self, still: bool) {
+        self.sim.hold_still(still);
+    }
+
+    fn events(&mut self, guest: &SimGuest) -> Vec<Event> {
+        guest.take_storm_log()
+    }
+
+    fn mergeable(&self, guest: &SimGuest, page: PageIndex) -> bool {
+        let own = guest.state(page) == SimPageState::Private;
+        let forked = own && guest.is_forked(page);
+        !guest.is_swapped(page) && !guest.is_pinned(page) && !forked
+    }
+
+    fn merged(&self, guest: &SimGuest) -> Option<u64> {
+        Some(guest.count(SimPageState::Merged))
+    }
+
+    fn verdict(&self) -> Result<(), String> {
+        if let Some(violation) = self.sim.violation() {
+            return Err(violation);
+        }
+        let busy = self.sim.busy();
+        if busy.is_idle() {
+            return Ok(());
+        }
+        Err(format!("not idle between operations: {busy:?}"))
+    }
+}

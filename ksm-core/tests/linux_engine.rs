@@ -1,0 +1,115 @@
+//! The engine on real memory, with threads for vCPUs.
+
+mod linux_common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use ksm_core::backend::linux::{LinuxBackend, StopMethod};
+use ksm_core::{Config, Ksm, RegionOptions};
+use linux_common::{Guest, METHODS, backend, pages};
+use vm_memory::{Bytes, MemoryRegionAddress};
+
+const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+
+fn engine(method: StopMethod, config: Config, guests: &[Guest]) -> Ksm<LinuxBackend> {
+    let ksm = Ksm::new(backend(method), config).unwrap();
+    let domain = ksm.create_domain().unwrap();
+    for guest in guests {
+        let space = ksm.create_space(domain).unwrap();
+        ksm.register(space, guest.source(), GUARDED).unwrap();
+    }
+    ksm
+}
+
+fn passes(ksm: &Ksm<LinuxBackend>, count: u64) {
+    let until = ksm.stats().full_scans + count;
+    while ksm.stats().full_scans < until {
+        ksm.scan(1 << 20).unwrap();
+    }
+}
+
+#[test]
+fn equal_guests_share_all_they_have() {
+    for method in METHODS {
+        let guests = [Guest::new(256), Guest::new(256)];
+        for guest in &guests {
+            for page in 0..200 {
+                guest.fill(page, 1 + page as u8);
+            }
+            guest.fill_all(pages(200, 40), 1);
+            guest.fill_all(pages(200, 40), 0);
+        }
+        let ksm = engine(method, Config::default(), &guests);
+        passes(&ksm, 2);
+        ksm.check().unwrap();
+        let stats = ksm.stats();
+        assert_eq!((stats.pages_shared, stats.pages_sharing), (200, 200));
+        assert_eq!(stats.ksm_zero_pages, 80);
+        assert_eq!(ksm.store_bytes().unwrap(), 200 * 4096);
+        for guest in &guests {
+            assert_eq!(guest.ends(7), (8, 8));
+            assert_eq!(guest.ends(230), (0, 0));
+        }
+        guests[0].fill(7, 99);
+        passes(&ksm, 1);
+        assert_eq!(ksm.stats().cow_breaks, 1);
+        assert_eq!((guests[0].ends(7), guests[1].ends(7)), ((99, 99), (8, 8)));
+        ksm.check().unwrap();
+    }
+}
+
+/// vCPUs increment a counter in every page, all of them in step, and each
+/// checks what it reads; the engine merges at first sight meanwhile. Not one
+/// increment may be lost.
+#[test]
+fn no_increment_is_lost_under_merges() {
+    const PAGES: u64 = 64;
+    const ROUNDS: u64 = 400;
+    for method in METHODS {
+        let guests = [Guest::new(PAGES), Guest::new(PAGES), Guest::new(PAGES)];
+        let config = Config {
+            settle_passes: 0,
+            ..Config::default()
+        };
+        let ksm = engine(method, config, &guests);
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let scanner = scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    ksm.scan(1 << 20).unwrap();
+                }
+            });
+            let vcpu = move |guest: &Guest| {
+                for round in 0..ROUNDS {
+                    for page in 0..PAGES {
+                        let at = MemoryRegionAddress(page * 4096 + 8 * (page % 500));
+                        let value: u64 = guest.0.load(at, Ordering::Acquire).unwrap();
+                        assert_eq!(value, round, "{method:?} page {page}");
+                        guest.0.store(round + 1, at, Ordering::Release).unwrap();
+                    }
+                    thread::yield_now();
+                }
+            };
+            let vcpus: Vec<_> = guests
+                .iter()
+                .map(|guest| scope.spawn(move || vcpu(guest)))
+                .collect();
+            let ends: Vec<_> = vcpus.into_iter().map(|vcpu| vcpu.join()).collect();
+            done.store(true, Ordering::Relaxed);
+            scanner.join().unwrap();
+            for end in ends {
+                end.unwrap();
+            }
+        });
+        let stats = ksm.stats();
+        println!("{method:?}: {stats:?}");
+        assert!(
+            stats.cow_breaks > 100,
+            "{method:?}: hardly anything was merged: {stats:?}"
+        );
+        passes(&ksm, 2);
+        ksm.check().unwrap();
+        assert_eq!(ksm.stats().pages_shared, PAGES);
+    }
+}
