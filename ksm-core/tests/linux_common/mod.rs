@@ -1,9 +1,11 @@
 //! Guests made of threads, and the host calls that tests need. All `unsafe` of
 //! the Linux tests is here.
-#![allow(dead_code)]
+#![allow(dead_code)] // No test file uses all of it.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -113,6 +115,17 @@ impl Guest {
             let address = MemoryRegionAddress(page * PAGE_SIZE_U64);
             region.store(byte, address, Ordering::Release).unwrap();
         }))
+    }
+
+    /// The same, once `go` is set.
+    pub(crate) fn writes_after(&self, go: &Arc<AtomicBool>, page: u64, byte: u8) -> Vcpu {
+        let (guest, go) = (self.clone(), Arc::clone(go));
+        Vcpu::run(move || {
+            while !go.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            guest.store(page, byte);
+        })
     }
 
     pub(crate) fn advise(&self, range: PageRange, advice: Advice) {
@@ -276,4 +289,299 @@ pub(crate) fn refusal(guest: &Guest, options: RegionOptions) -> RegisterError {
     backend(StopMethod::Auto)
         .attach(guest.source(), options)
         .expect_err("it must be refused")
+}
+
+impl Guest {
+    /// Writes the first byte of a page.
+    pub(crate) fn store(&self, page: u64, byte: u8) {
+        let address = MemoryRegionAddress(page * PAGE_SIZE_U64);
+        self.0.store(byte, address, Ordering::Release).unwrap();
+    }
+
+    fn pointer(&self, page: u64) -> *mut u8 {
+        self.address().wrapping_add((page * PAGE_SIZE_U64) as usize)
+    }
+
+    /// Fresh memory in place of `range`, unknown to the engine.
+    pub(crate) fn map_anonymous_over(&self, range: PageRange) {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        // SAFETY: guest memory is never behind a Rust reference.
+        unsafe {
+            mmap_anonymous(
+                self.pointer(range.start.0).cast(),
+                range.byte_len() as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+            )
+        }
+        .unwrap();
+    }
+
+    /// mlock.
+    pub(crate) fn lock(&self, range: PageRange) {
+        // SAFETY: locking changes no content.
+        unsafe {
+            rustix::mm::mlock(
+                self.pointer(range.start.0).cast(),
+                range.byte_len() as usize,
+            )
+        }
+        .unwrap();
+    }
+
+    /// The kernel writes a zero to the first byte of a page, on behalf of a
+    /// thread.
+    pub(crate) fn kernel_reads_into(&self, page: u64) -> Vcpu {
+        let guest = self.clone();
+        Vcpu::run(move || {
+            let zeros = std::fs::File::open("/dev/zero").unwrap();
+            // SAFETY: one byte of guest memory, which is never behind a Rust
+            // reference and is kept mapped by `guest`.
+            let read = unsafe { libc::read(zeros.as_raw_fd(), guest.pointer(page).cast(), 1) };
+            assert_eq!(read, 1);
+        })
+    }
+}
+
+impl Vcpu {
+    /// A thread that does `work`.
+    pub(crate) fn run(work: impl FnOnce() + Send + 'static) -> Self {
+        Self(std::thread::spawn(work))
+    }
+}
+
+/// Whether pages can be swapped out here.
+pub(crate) fn swap_is_on() -> bool {
+    std::fs::read_to_string("/proc/swaps")
+        .unwrap()
+        .lines()
+        .count()
+        > 1
+}
+
+/// A userfaultfd that does not stop the kernel.
+pub(crate) fn user_mode_only_userfaultfd() -> OwnedFd {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | 1;
+    // SAFETY: userfaultfd takes flags and returns a descriptor of ours.
+    unsafe {
+        let fd = libc::syscall(libc::SYS_userfaultfd, flags);
+        assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+        OwnedFd::from_raw_fd(fd as i32)
+    }
+}
+
+/// A child that shares the memory it was forked with, and does nothing.
+pub(crate) struct Child(libc::pid_t);
+
+impl Child {
+    pub(crate) fn fork() -> Self {
+        // SAFETY: the child calls nothing but pause, which is async-signal-safe.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0);
+        if pid == 0 {
+            loop {
+                // SAFETY: takes nothing.
+                unsafe { libc::pause() };
+            }
+        }
+        Self(pid)
+    }
+
+    /// Kills it and waits until it is gone.
+    pub(crate) fn end(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: our own child, not waited for yet.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// Guest pages that are fixed buffers of an io_uring: pinned for DMA.
+pub(crate) struct FixedBuffers(#[allow(dead_code)] OwnedFd);
+
+impl FixedBuffers {
+    pub(crate) fn new(guest: &Guest, range: PageRange) -> Self {
+        const IORING_REGISTER_BUFFERS: libc::c_uint = 0;
+        let mut params = [0_u64; 15]; // struct io_uring_params, 120 bytes.
+        let buffer = libc::iovec {
+            iov_base: guest.pointer(range.start.0).cast(),
+            iov_len: range.byte_len() as usize,
+        };
+        // SAFETY: `params` and `buffer` are what the calls take, and outlive
+        // them; the pages stay mapped while they are pinned or longer.
+        unsafe {
+            let fd = libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr());
+            assert!(
+                fd >= 0,
+                "this test needs io_uring: {}",
+                std::io::Error::last_os_error()
+            );
+            let fd = OwnedFd::from_raw_fd(fd as i32);
+            let registered = libc::syscall(
+                libc::SYS_io_uring_register,
+                fd.as_raw_fd(),
+                IORING_REGISTER_BUFFERS,
+                &raw const buffer,
+                1,
+            );
+            assert_eq!(registered, 0, "{}", std::io::Error::last_os_error());
+            Self(fd)
+        }
+    }
+}
+
+/// Waits until `done`, or the test fails.
+pub(crate) fn eventually(mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(
+            start.elapsed() < Duration::from_secs(10),
+            "it never happens"
+        );
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+impl Guest {
+    /// Makes pages read-only.
+    pub(crate) fn protect_from_writes(&self, range: PageRange) {
+        // SAFETY: guest memory is never behind a Rust reference.
+        unsafe {
+            rustix::mm::mprotect(
+                self.pointer(range.start.0).cast(),
+                range.byte_len() as usize,
+                rustix::mm::MprotectFlags::READ,
+            )
+        }
+        .unwrap();
+    }
+
+    /// Unmaps pages, to which the caller maps something again.
+    pub(crate) fn unmap(&self, range: PageRange) {
+        // SAFETY: guest memory is never behind a Rust reference; nobody touches
+        // the pages until they are mapped again.
+        unsafe {
+            rustix::mm::munmap(
+                self.pointer(range.start.0).cast(),
+                range.byte_len() as usize,
+            )
+        }
+        .unwrap();
+    }
+
+    /// The first page at an address where a huge page can start.
+    pub(crate) fn first_huge_page(&self) -> u64 {
+        let page = self.address() as u64 / PAGE_SIZE_U64;
+        page.next_multiple_of(512) - page
+    }
+}
+
+impl Bench {
+    /// Whether pages are stopped by moving them out.
+    pub(crate) fn moves(&self, method: StopMethod) -> bool {
+        assert_eq!(self.backend.capabilities().stop_method, method);
+        method == StopMethod::Move
+    }
+}
+
+/// A field of /proc/self/status, in KiB.
+pub(crate) fn status_kib(field: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// PR_SET_MEMORY_MERGE.
+pub(crate) fn set_memory_merge(on: bool) {
+    // SAFETY: takes no pointer; merging by the kernel changes no content.
+    let set = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(on), 0, 0, 0) };
+    assert_eq!(set, 0, "this test needs a kernel with KSM");
+}
+
+/// mlockall(MCL_FUTURE), or munlockall.
+pub(crate) fn lock_future_mappings(on: bool) {
+    // SAFETY: locking changes no content.
+    let done = unsafe {
+        if on {
+            libc::mlockall(libc::MCL_FUTURE)
+        } else {
+            libc::munlockall()
+        }
+    };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+}
+
+impl Bench {
+    /// Puts frames, or else zero pages, in place of all pages of `range` that
+    /// are zero, and takes the frames away again. Returns how many.
+    pub(crate) fn replace_zeros(&self, range: PageRange, frame: Option<FrameId>) -> u64 {
+        let held = self.stop(range, Backing::Own);
+        let zeros: Vec<_> = held
+            .held
+            .iter()
+            .flat_map(|held| held.iter())
+            .filter(|page| self.held(page.0, Backing::Own).is_zero())
+            .map(PageRange::one)
+            .collect();
+        for &one in &zeros {
+            match frame {
+                None => self.memory.zero(one, Backing::Own),
+                Some(first) => self.memory.share(one, Backing::Own, &self.store, first),
+            }
+            .unwrap();
+        }
+        self.memory.lift(range, Backing::Own);
+        for &one in zeros.iter().filter(|_| frame.is_some()) {
+            self.memory.populate(one).unwrap();
+            assert_eq!(self.stop(one, Backing::Frame).held, [one]);
+            self.memory.restore(one).unwrap();
+            self.memory.lift(one, Backing::Frame);
+        }
+        zeros.len() as u64
+    }
+}
+
+/// Every mapping that the process may have and does not use.
+pub(crate) struct SpentVmas {
+    start: *mut std::ffi::c_void,
+    len: usize,
+}
+
+impl SpentVmas {
+    pub(crate) fn all() -> Self {
+        use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+        let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+        let limit: usize = limit.trim().parse().unwrap();
+        let len = (limit + 2) * 4096;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: memory of our own, which nobody uses: every other page of it
+        // gets another protection, and so a mapping of its own.
+        unsafe {
+            let start =
+                mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), flags).unwrap();
+            for page in (0..limit).step_by(2) {
+                let at = start.wrapping_byte_add(page * 4096);
+                if mprotect(at, 4096, MprotectFlags::READ).is_err() {
+                    return Self { start, len };
+                }
+            }
+        }
+        panic!("the limit was never met");
+    }
+}
+
+impl Drop for SpentVmas {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: our own, and nobody uses it.
+            unsafe { rustix::mm::munmap(self.start, self.len) }.unwrap();
+        }
+    }
 }

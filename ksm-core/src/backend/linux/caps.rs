@@ -12,6 +12,7 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use thiserror::Error;
 
 use super::pagemap::Pagemap;
+use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
 
 /// How writes to the guest's own memory are stopped.
@@ -126,6 +127,7 @@ impl Host {
         if asked == StopMethod::Move && !uffd.can_move() {
             return Err(OpenError::NoMove);
         }
+        stops_the_kernel(&uffd)?;
         let pagemap =
             Pagemap::new(fds.pagemap).map_err(|errno| OpenError::NoPagemapScan(errno.into()))?;
         Ok(Self {

@@ -1,13 +1,15 @@
 //! [`Journal`]: which run is stopped, and how far its replacement got.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::span::usize_from;
 use crate::page::{PageIndex, PageRange};
 
 /// The longest run that is stopped at once, in pages.
 pub(super) const MAX_STOP: u64 = 256;
 
-const WORDS: usize = MAX_STOP as usize / 64;
+const WORDS: usize = 4;
+const _: () = assert!(WORDS as u64 * 64 == MAX_STOP);
 
 /// Bits that hold the length of the run in [`Journal::run`].
 const LEN_BITS: u32 = 9;
@@ -25,12 +27,11 @@ impl Bits {
     }
 
     fn set(&self, slot: u64) {
-        let bit = 1 << (slot % 64);
-        self.0[(slot / 64) as usize].fetch_or(bit, Ordering::AcqRel);
+        self.0[usize_from(slot / 64)].fetch_or(1 << (slot % 64), Ordering::AcqRel);
     }
 
     fn get(&self, slot: u64) -> bool {
-        self.0[(slot / 64) as usize].load(Ordering::Acquire) >> (slot % 64) & 1 != 0
+        self.0[usize_from(slot / 64)].load(Ordering::Acquire) >> (slot % 64) & 1 != 0
     }
 }
 
@@ -41,6 +42,8 @@ impl Bits {
 pub(super) struct Journal {
     /// First page and length of the run that was stopped last.
     run: AtomicU64,
+    /// Whether some of it may be stopped still.
+    open: AtomicBool,
     /// Pages whose mapping was replaced.
     mapped: Bits,
     /// Pages whose content, all zero, may be dropped.
@@ -55,6 +58,20 @@ impl Journal {
         self.zeroed.clear();
         self.run
             .store(run.start.0 << LEN_BITS | run.len(), Ordering::Release);
+        self.open.store(true, Ordering::Release);
+    }
+
+    /// The stop of `range` has been lifted.
+    pub(super) fn lifted(&self, range: PageRange) {
+        let run = self.run();
+        if range.intersection(run) == run {
+            self.open.store(false, Ordering::Release);
+        }
+    }
+
+    /// Whether some of the run may be stopped still.
+    pub(super) fn is_open(&self) -> bool {
+        self.open.load(Ordering::Acquire)
     }
 
     /// The run that was stopped last; empty before the first.
@@ -121,6 +138,10 @@ mod tests {
         assert!(journal.run().is_empty());
         journal.begin(PageRange::new(PageIndex(1000), MAX_STOP));
         assert_eq!(journal.run(), PageRange::new(PageIndex(1000), MAX_STOP));
+        journal.lifted(PageRange::new(PageIndex(1001), MAX_STOP));
+        assert!(journal.is_open());
+        journal.lifted(PageRange::new(PageIndex(999), MAX_STOP + 1));
+        assert!(!journal.is_open());
         journal.mapped(PageRange::new(PageIndex(1000), 2));
         journal.zeroed(PageRange::new(PageIndex(1255), 1));
         let kept: Vec<_> =
