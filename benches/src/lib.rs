@@ -2,6 +2,7 @@
 //!
 //! `cargo bench -p ksm-benches` measures; with `-- --test` each runs once. Times
 //! belong to the machine they were taken on: compare those of one run.
+#![forbid(unsafe_code)]
 
 use ksm_core::page::PageBuf;
 

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::ThreadId;
 
 use crate::backend::{Backend, FrameStore, RegionOptions};
 use crate::config::Config;
@@ -17,6 +16,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Class, DomainId, Lease, Region, RegionGuard, RegionId, SpaceId};
 use crate::scan;
 use crate::stats::{MemoryStats, ScanReport, Stats};
+use crate::sync::{ThreadId, current};
 use crate::unshare;
 
 /// What an unmerge is to reach.
@@ -401,7 +401,7 @@ impl<B: Backend> Ksm<B> {
         std::mem::forget(self.scanner.lock()?);
         let mut quiesced = Quiesced {
             ksm: self,
-            holder: std::thread::current().id(),
+            holder: current().id(),
             regions: Vec::new(),
         };
         for region in self.layout.regions() {
@@ -458,6 +458,7 @@ impl<B: Backend> Ksm<B> {
             pages_shared: shared.pages_shared,
             pages_sharing: shared.pages_sharing,
             frames_lingering: shared.frames_lingering,
+            stable_node_dups: shared.stable_node_dups,
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
             cow_breaks: retired.cow_breaks,
@@ -472,6 +473,7 @@ impl<B: Backend> Ksm<B> {
             stats.pages_unshared += memory.pages_unshared;
             stats.pages_volatile += memory.pages_volatile;
             stats.ksm_zero_pages += memory.ksm_zero_pages;
+            stats.vmas += memory.vmas;
             stats.cow_breaks += memory.cow_breaks;
             stats.outcomes.add(&memory.outcomes);
             stats.pages_scanned += region.tally().pages_scanned;

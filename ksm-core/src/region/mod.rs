@@ -20,14 +20,13 @@ pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record};
 
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use crate::backend::{Backend, Memory, RegionOptions};
 use crate::domain::Domain;
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::stats::MemoryStats;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Mutex, MutexGuard, ThreadId};
 
 /// One registered stretch of guest memory.
 #[derive(Debug)]
@@ -115,7 +114,10 @@ impl<B: Backend> Region<B> {
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
-        let counts = self.pages().counts();
+        let (counts, vmas) = {
+            let pages = self.pages();
+            (pages.counts(), pages.seams())
+        };
         let tally = *self.tally();
         let lease = self.lease.counts();
         MemoryStats {
@@ -127,6 +129,7 @@ impl<B: Backend> Region<B> {
             pages_volatile: counts.volatile,
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
+            vmas,
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,
