@@ -1,13 +1,16 @@
 //! A trust domain: which content has which frame. Nothing here knows where
 //! guests keep their pages; nothing is shared between two domains.
 
+use std::collections::HashMap;
+
 use crate::backend::{Backend, FrameStore};
 use crate::error::BackendError;
 use crate::fingerprint::{Digest, Fingerprint, Keys};
-use crate::frames::Frames;
+use crate::frames::{BLOCK, block_of};
 use crate::page::{FrameId, FrameRange, PageBuf, PageIndex};
 use crate::region::{DomainId, RegionId};
-use crate::rmap::{ItemId, Rmap};
+use crate::rmap::ItemId;
+use crate::sharing::{Block, Sharing};
 use crate::stable::{Found, StableTree};
 use crate::sync::Mutex;
 use crate::unstable::UnstableTree;
@@ -23,20 +26,12 @@ pub(crate) struct Domain<B: Backend> {
     sharing: Mutex<Sharing>,
 }
 
-#[derive(Debug, Default)]
-struct Sharing {
-    rmap: Rmap,
-    frames: Frames,
-    /// Frames to look at again when the window is done: just allotted, or not
-    /// to be punched when last tried.
-    loose: Vec<FrameId>,
-}
-
 /// What the domain's sharing amounts to.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Shared {
     pub(crate) pages_shared: u64,
     pub(crate) pages_sharing: u64,
+    pub(crate) stable_node_dups: u64,
     pub(crate) frames_lingering: u64,
     pub(crate) metadata_bytes: u64,
 }
@@ -94,22 +89,98 @@ impl<B: Backend> Domain<B> {
             let mut sharing = self.sharing.lock();
             let frame = sharing.frames.allot(previous);
             let frame = frame.ok_or(BackendError::OutOfMemory)?;
-            sharing.rmap.add_node(frame, fingerprint, digest);
-            // From here on a sweep gives the frame back, whatever happens.
-            sharing.loose.push(frame);
+            sharing.add_loose(frame, fingerprint, digest, false);
             frame
         };
+        self.fill(frame, content)?;
+        self.stable.insert(fingerprint, digest, frame);
+        Ok(frame)
+    }
+
+    /// Fills a frame that was just allotted, so that pages may come to map it.
+    fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
         self.store.reserve(FrameRange::one(frame))?;
         self.store.fill(frame, content)?;
         self.sharing.lock().rmap.set_live(frame, true);
-        self.stable.insert(fingerprint, digest, frame);
-        Ok(frame)
+        Ok(())
+    }
+
+    /// A frame of the content of `frame` behind which there is room for more of
+    /// the same, so that a stretch of that content needs one mapping for many
+    /// pages: the first of a block of equal frames, made now if there is none.
+    /// `frame` itself where that cannot be.
+    pub(crate) fn stretch(&self, frame: FrameId) -> FrameId {
+        let made = {
+            let mut sharing = self.sharing.lock();
+            let node = sharing.rmap.node(frame).copied();
+            let Some(node) = node.filter(|node| node.live) else {
+                return frame;
+            };
+            if node.in_block {
+                None
+            } else {
+                let Some(first) = sharing.frames.allot_block() else {
+                    return frame;
+                };
+                let block = Block {
+                    nodes: 0,
+                    original: frame,
+                };
+                sharing.blocks.insert(first, block);
+                Some((node, first))
+            }
+        };
+        let Some((node, first)) = made else {
+            let first = block_of(frame);
+            return self.replica(frame, first).unwrap_or(frame);
+        };
+        let replica = self.replica(frame, first);
+        if replica.is_some() {
+            // Later pages of this content are to find the block.
+            self.stable.remove(node.fingerprint, &node.digest);
+            self.stable.insert(node.fingerprint, node.digest, first);
+        } else {
+            let mut sharing = self.sharing.lock();
+            sharing.free_block_if_empty(first);
+        }
+        replica.unwrap_or(frame)
+    }
+
+    /// The frame behind `previous`, if that is one of a block of the content that
+    /// `fingerprint` stands for, and the block goes on.
+    pub(crate) fn extend(&self, previous: FrameId, fingerprint: Fingerprint) -> Option<FrameId> {
+        let next = previous.plus(1);
+        let node = self.sharing.lock().rmap.node(previous).copied()?;
+        let same = node.live && node.in_block && node.fingerprint == fingerprint;
+        if !same || block_of(next) != block_of(previous) {
+            return None;
+        }
+        self.replica(previous, next)
+    }
+
+    /// Makes sure that `to`, a number of a block, holds what `from` holds.
+    fn replica(&self, from: FrameId, to: FrameId) -> Option<FrameId> {
+        let (fingerprint, digest) = {
+            let mut sharing = self.sharing.lock();
+            if let Some(node) = sharing.rmap.node(to) {
+                return node.live.then_some(to);
+            }
+            let node = sharing.rmap.node(from).copied()?;
+            sharing.add_loose(to, node.fingerprint, node.digest, true);
+            (node.fingerprint, node.digest)
+        };
+        let mut buf = PageBuf::zeroed();
+        self.store.read(from, &mut buf).ok()?;
+        // `from` may have been given back meanwhile.
+        let whole = self.keys.fingerprint(&buf) == fingerprint && self.keys.digest(&buf) == digest;
+        (whole && self.fill(to, &buf).is_ok()).then_some(to)
     }
 
     /// Gives back planned frames that no page came to map.
     pub(crate) fn sweep(&self) {
         let mut sharing = self.sharing.lock();
         for frame in std::mem::take(&mut sharing.loose) {
+            sharing.rmap.set_loose(frame, false);
             if sharing
                 .rmap
                 .node(frame)
@@ -146,7 +217,7 @@ impl<B: Backend> Domain<B> {
     pub(crate) fn unname(&self, frame: FrameId) {
         let mut sharing = self.sharing.lock();
         if sharing.rmap.unname(frame) == 0 {
-            Self::free_number(&mut sharing, frame);
+            sharing.free_number(frame);
         }
     }
 
@@ -172,24 +243,19 @@ impl<B: Backend> Domain<B> {
             return;
         };
         if node.live {
-            self.stable.remove(node.fingerprint, &node.digest);
             sharing.rmap.set_live(frame, false);
+            if self.stable.find_exact(node.fingerprint, &node.digest) == Some(frame) {
+                self.stable.remove(node.fingerprint, &node.digest);
+                if let Some(heir) = sharing.heir(frame, &node) {
+                    self.stable.insert(node.fingerprint, node.digest, heir);
+                }
+            }
         }
         if self.store.punch(FrameRange::one(frame)).is_err() {
-            sharing.loose.push(frame);
+            sharing.make_loose(frame);
             return;
         }
-        if node.named == 0 {
-            Self::free_number(sharing, frame);
-        }
-    }
-
-    fn free_number(sharing: &mut Sharing, frame: FrameId) {
-        let dead = |node: &crate::rmap::StableNode| !node.live && node.named == 0;
-        if sharing.rmap.node(frame).is_some_and(dead) && !sharing.loose.contains(&frame) {
-            sharing.rmap.remove_node(frame);
-            sharing.frames.release(frame);
-        }
+        sharing.free_number(frame);
     }
 
     /// How many pages share `frame`.
@@ -203,22 +269,19 @@ impl<B: Backend> Domain<B> {
 
     pub(crate) fn shared(&self) -> Shared {
         let sharing = self.sharing.lock();
-        let live = self.stable.len();
         let trees = (self.stable.bytes() + self.unstable.bytes()) as u64;
         Shared {
             pages_shared: sharing.rmap.pages_shared(),
             pages_sharing: sharing.rmap.pages_sharing(),
-            frames_lingering: sharing.frames.taken().saturating_sub(live as u64),
+            stable_node_dups: sharing.rmap.live() - self.stable.len() as u64,
+            frames_lingering: sharing.rmap.nodes().count() as u64 - sharing.rmap.live(),
             metadata_bytes: sharing.rmap.bytes() + trees,
         }
     }
 
     /// Checks that trees, rmap and store agree. `named` says for every frame
     /// how often the regions' records name it and map it as shared.
-    pub(crate) fn check(
-        &self,
-        named: &std::collections::HashMap<FrameId, (u32, u32)>,
-    ) -> Result<(), String> {
+    pub(crate) fn check(&self, named: &HashMap<FrameId, (u32, u32)>) -> Result<(), String> {
         self.stable.check()?;
         self.unstable.check()?;
         let sharing = self.sharing.lock();
@@ -241,14 +304,14 @@ impl<B: Backend> Domain<B> {
                 ));
             }
             let found = self.stable.find_exact(node.fingerprint, &node.digest);
-            if node.live != (found == Some(frame)) {
+            if found == Some(frame) && !node.live || found.is_none() && node.live {
                 return Err(format!(
                     "{frame}: live is {}, the stable tree says {found:?}",
                     node.live
                 ));
             }
             if node.live {
-                live += 1;
+                live += usize::from(found == Some(frame));
                 self.store
                     .read(frame, &mut buf)
                     .map_err(|error| error.to_string())?;
@@ -260,10 +323,11 @@ impl<B: Backend> Domain<B> {
                 return Err(format!("{frame}: has a node, but its number is free"));
             }
         }
-        let nodes = sharing.rmap.nodes().count() as u64;
-        if nodes != sharing.frames.taken() || live != self.stable.len() {
+        let outside = sharing.rmap.nodes().filter(|(_, node)| !node.in_block);
+        let numbers = outside.count() as u64 + sharing.blocks.len() as u64 * u64::from(BLOCK);
+        if numbers != sharing.frames.taken() || live != self.stable.len() {
             return Err(format!(
-                "{nodes} nodes, {} numbers taken, {live} live, {} in the tree",
+                "{numbers} numbers in use, {} taken, {live} contents live, {} in the tree",
                 sharing.frames.taken(),
                 self.stable.len()
             ));

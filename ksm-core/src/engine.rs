@@ -458,6 +458,7 @@ impl<B: Backend> Ksm<B> {
             pages_shared: shared.pages_shared,
             pages_sharing: shared.pages_sharing,
             frames_lingering: shared.frames_lingering,
+            stable_node_dups: shared.stable_node_dups,
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
             cow_breaks: retired.cow_breaks,
@@ -472,6 +473,7 @@ impl<B: Backend> Ksm<B> {
             stats.pages_unshared += memory.pages_unshared;
             stats.pages_volatile += memory.pages_volatile;
             stats.ksm_zero_pages += memory.ksm_zero_pages;
+            stats.vmas += memory.vmas;
             stats.cow_breaks += memory.cow_breaks;
             stats.outcomes.add(&memory.outcomes);
             stats.pages_scanned += region.tally().pages_scanned;

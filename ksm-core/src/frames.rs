@@ -9,6 +9,14 @@ use crate::page::FrameId;
 /// has room to grow.
 const ROOM: u32 = 64;
 
+/// Numbers in a block. Blocks start at multiples of it.
+pub(crate) const BLOCK: u32 = 64;
+
+/// The first number of the block that `frame` lies in.
+pub(crate) const fn block_of(frame: FrameId) -> FrameId {
+    FrameId(frame.0 - frame.0 % BLOCK)
+}
+
 /// Frame numbers of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Frames {
@@ -33,6 +41,25 @@ impl Frames {
         }
         self.take(number);
         Some(FrameId(number))
+    }
+
+    /// Takes a block: [`BLOCK`] numbers in a row. `None` when there is none.
+    pub(crate) fn allot_block(&mut self) -> Option<FrameId> {
+        let aligned = |start: u32| start.checked_next_multiple_of(BLOCK);
+        let inside = self.free.iter().find_map(|(&start, &len)| {
+            let first = aligned(start)?;
+            (first - start + BLOCK <= len).then_some(first)
+        });
+        let first = inside.or_else(|| aligned(self.end))?;
+        first.checked_add(BLOCK).filter(|&end| end != u32::MAX)?;
+        if first > self.end {
+            self.free.insert(self.end, first - self.end);
+            self.end = first;
+        }
+        for number in first..first + BLOCK {
+            self.take(number);
+        }
+        Some(FrameId(first))
     }
 
     /// Gives a number back.
@@ -111,6 +138,21 @@ mod tests {
         assert_eq!(frames.allot(None), Some(FrameId(3)));
         assert_eq!(frames.allot(Some(a)), Some(b));
         assert_eq!(frames.taken(), 4);
+    }
+
+    #[test]
+    fn blocks_are_aligned_and_leave_nothing_lost() {
+        let mut frames = Frames::default();
+        let one = frames.allot(None).unwrap();
+        assert_eq!(frames.allot_block(), Some(FrameId(BLOCK)));
+        assert_eq!(frames.taken(), 1 + u64::from(BLOCK));
+        // What was skipped for alignment is free.
+        assert_eq!(frames.allot(Some(one)), Some(FrameId(1)));
+        for number in BLOCK..2 * BLOCK {
+            frames.release(FrameId(number));
+        }
+        assert_eq!(frames.allot_block(), Some(FrameId(BLOCK)));
+        assert_eq!(block_of(FrameId(2 * BLOCK - 1)), FrameId(BLOCK));
     }
 
     #[test]

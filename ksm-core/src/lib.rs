@@ -91,6 +91,7 @@ mod scan;
 #[cfg(feature = "script")]
 pub mod script;
 mod sharded;
+mod sharing;
 mod stable;
 mod stats;
 mod sync;

@@ -40,8 +40,12 @@ pub(crate) struct StableNode {
     /// How many of those mappings belong to regions that are gone, so that the
     /// frame's number is never free again.
     pub(crate) abandoned: u32,
-    /// Whether it is in the stable tree, its memory filled.
+    /// Whether its memory is filled and pages may come to map it.
     pub(crate) live: bool,
+    /// Whether it is one of a block of frames of equal content.
+    pub(crate) in_block: bool,
+    /// Whether it is to be looked at again when the window is done.
+    pub(crate) loose: bool,
     head: u32,
 }
 
@@ -55,6 +59,8 @@ pub(crate) struct Rmap {
     sharers: u64,
     /// Nodes with at least one.
     shared: u64,
+    /// Nodes that are live.
+    live: u64,
 }
 
 impl Default for Rmap {
@@ -65,13 +71,20 @@ impl Default for Rmap {
             free: NONE,
             sharers: 0,
             shared: 0,
+            live: 0,
         }
     }
 }
 
 impl Rmap {
     /// A node for a frame that was just allotted, not live yet.
-    pub(crate) fn add_node(&mut self, frame: FrameId, fingerprint: Fingerprint, digest: Digest) {
+    pub(crate) fn add_node(
+        &mut self,
+        frame: FrameId,
+        fingerprint: Fingerprint,
+        digest: Digest,
+        in_block: bool,
+    ) {
         let place = frame.0 as usize;
         if self.nodes.len() <= place {
             self.nodes.resize(place + 1, None);
@@ -84,6 +97,8 @@ impl Rmap {
             named: 0,
             abandoned: 0,
             live: false,
+            in_block,
+            loose: false,
             head: NONE,
         });
     }
@@ -98,9 +113,15 @@ impl Rmap {
             .expect("an item or a record names only frames that have a node")
     }
 
-    /// Whether the frame can be looked up and mapped.
+    /// Whether pages may come to map the frame.
     pub(crate) fn set_live(&mut self, frame: FrameId, live: bool) {
-        self.node_mut(frame.0).live = live;
+        let was = std::mem::replace(&mut self.node_mut(frame.0).live, live);
+        self.live = self.live + u64::from(live) - u64::from(was);
+    }
+
+    /// Marks the frame to be looked at again. Returns whether it was.
+    pub(crate) fn set_loose(&mut self, frame: FrameId, loose: bool) -> bool {
+        std::mem::replace(&mut self.node_mut(frame.0).loose, loose)
     }
 
     /// Forgets a frame that nothing maps or names.
@@ -222,6 +243,11 @@ impl Rmap {
         self.sharers - self.shared
     }
 
+    /// Frames that pages map or may come to map.
+    pub(crate) const fn live(&self) -> u64 {
+        self.live
+    }
+
     /// Frames that have a node, with it.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = (FrameId, &StableNode)> + '_ {
         (0..)
@@ -243,7 +269,7 @@ mod tests {
 
     fn rmap() -> Rmap {
         let mut rmap = Rmap::default();
-        rmap.add_node(FrameId(4), Fingerprint(1), Digest([2; 16]));
+        rmap.add_node(FrameId(4), Fingerprint(1), Digest([2; 16]), false);
         rmap.set_live(FrameId(4), true);
         rmap
     }

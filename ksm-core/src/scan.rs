@@ -79,8 +79,12 @@ pub(crate) fn window<B: Backend>(
     let candidates = window.look(&runs);
     let fingerprints = window.fingerprint(&candidates);
     fault::point(Step::Hashed);
-    for (page, fingerprint) in candidates.into_iter().zip(fingerprints) {
-        window.plan(page, fingerprint);
+    let stretches = stretches(&candidates, &fingerprints);
+    for ((page, fingerprint), stretch) in candidates.into_iter().zip(fingerprints).zip(stretches) {
+        match fingerprint {
+            Some(fingerprint) => window.plan(page, fingerprint, stretch),
+            None => window.done(page, Outcome::Raced),
+        }
     }
     fault::point(Step::Planned);
     let mut tally = window.region.tally();
@@ -88,6 +92,20 @@ pub(crate) fn window<B: Backend>(
     tally.outcomes.add(&window.findings.outcomes);
     drop(tally);
     Ok(window.findings)
+}
+
+/// From how many neighbours of one content on it is worth a block of frames.
+const STRETCH: usize = 8;
+
+/// For each page, how many neighbours of its content there are from it on.
+fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<usize> {
+    let mut lengths = vec![1; pages.len()];
+    for at in (1..pages.len()).rev() {
+        if pages[at - 1].plus(1) == pages[at] && fingerprints[at - 1] == fingerprints[at] {
+            lengths[at - 1] = lengths[at] + 1;
+        }
+    }
+    lengths
 }
 
 impl<B: Backend> Window<'_, '_, B> {
@@ -164,11 +182,9 @@ impl<B: Backend> Window<'_, '_, B> {
         }
     }
 
-    /// Decides what a page that was read could become.
-    fn plan(&mut self, page: PageIndex, fingerprint: Option<Fingerprint>) {
-        let Some(fingerprint) = fingerprint else {
-            return self.done(page, Outcome::Raced);
-        };
+    /// Decides what a page that looks like `fingerprint` could become; `stretch`
+    /// neighbours from it on look the same.
+    fn plan(&mut self, page: PageIndex, fingerprint: Fingerprint, stretch: usize) {
         let mut record = self.region.pages().get(page);
         let same = record.fingerprint == Some(fingerprint);
         record.age = if same {
@@ -180,7 +196,7 @@ impl<B: Backend> Window<'_, '_, B> {
         record.class = Class::Volatile;
         self.region.pages().set(page, record);
 
-        if let Some(frame) = self.stable_frame(page, fingerprint) {
+        if let Some(frame) = self.stable_frame(page, fingerprint, stretch) {
             return self.wish(page, Goal::Frame(frame));
         }
         if record.age < self.config.settle_passes {
@@ -196,7 +212,7 @@ impl<B: Backend> Window<'_, '_, B> {
         };
         match domain.unstable.find_or_insert(fingerprint, me) {
             Some(other) if other != me && self.still_there(other, fingerprint) => {
-                self.promote(page, other, fingerprint);
+                self.promote(page, other, fingerprint, stretch);
             }
             Some(_) => {
                 domain.unstable.remove(fingerprint);
@@ -207,11 +223,40 @@ impl<B: Backend> Window<'_, '_, B> {
         }
     }
 
-    fn stable_frame(&mut self, page: PageIndex, fingerprint: Fingerprint) -> Option<FrameId> {
+    /// The frame that the page before `page` maps or is to map.
+    fn previous_frame(&self, page: PageIndex) -> Option<FrameId> {
+        let before = PageIndex(page.0.checked_sub(1)?);
+        match self.last {
+            Some((last, frame)) if last == before => Some(frame),
+            _ => {
+                let record = self.region.pages().get(before);
+                record.frame.filter(|_| !record.is_copied())
+            }
+        }
+    }
+
+    /// A live frame of that content: the one that continues the run of the page
+    /// before, if there is one.
+    fn stable_frame(
+        &mut self,
+        page: PageIndex,
+        fingerprint: Fingerprint,
+        stretch: usize,
+    ) -> Option<FrameId> {
+        let domain = &self.region.domain;
+        let previous = self.previous_frame(page);
+        if let Some(frame) = previous.and_then(|frame| domain.extend(frame, fingerprint)) {
+            return Some(frame);
+        }
         let (memory, buf) = (self.guard.memory(), &mut self.buf);
         let keys = &self.region.domain.keys;
         let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
-        self.region.domain.find(fingerprint, digest)
+        let frame = domain.find(fingerprint, digest)?;
+        Some(if stretch >= STRETCH {
+            domain.stretch(frame)
+        } else {
+            frame
+        })
     }
 
     /// Whether an item of the unstable tree still stands for a page that looks
@@ -225,25 +270,31 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     /// Two equal pages: a frame for both, in the stable tree.
-    fn promote(&mut self, page: PageIndex, other: UnstableItem, fingerprint: Fingerprint) {
+    fn promote(
+        &mut self,
+        page: PageIndex,
+        other: UnstableItem,
+        fingerprint: Fingerprint,
+        stretch: usize,
+    ) {
         let domain = &self.region.domain;
         let read = self.guard.memory().read(page, &mut self.buf);
         if read.is_err() || domain.keys.fingerprint(&self.buf) != fingerprint {
             return self.done(page, Outcome::Volatile);
         }
-        let previous = self.last.filter(|(last, _)| last.plus(1) == page);
-        let previous = previous.map(|(_, frame)| frame);
+        let previous = self.previous_frame(page);
         match domain.plan_frame(previous, fingerprint, &self.buf) {
             Ok(frame) => {
                 domain.unstable.remove(fingerprint);
-                let goal = Goal::Frame(frame);
-                let page_of_other = other.page;
-                let wish = Wish {
-                    page: page_of_other,
-                    goal,
+                let first = if stretch >= STRETCH {
+                    domain.stretch(frame)
+                } else {
+                    frame
                 };
-                self.findings.wishes.push((other.region, wish));
-                self.wish(page, goal);
+                self.wish_for(other, Goal::Frame(first));
+                let next = self.previous_frame(page);
+                let next = next.and_then(|frame| domain.extend(frame, fingerprint));
+                self.wish(page, Goal::Frame(next.unwrap_or(first)));
             }
             Err(_) => self.done(page, Outcome::NoMemory),
         }
@@ -257,11 +308,17 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     fn wish(&mut self, page: PageIndex, goal: Goal) {
-        if let Goal::Frame(frame) = goal {
+        let region = self.region.id;
+        self.wish_for(UnstableItem { region, page }, goal);
+    }
+
+    fn wish_for(&mut self, UnstableItem { region, page }: UnstableItem, goal: Goal) {
+        if let Goal::Frame(frame) = goal
+            && region == self.region.id
+        {
             self.last = Some((page, frame));
         }
-        let wish = Wish { page, goal };
-        self.findings.wishes.push((self.region.id, wish));
+        self.findings.wishes.push((region, Wish { page, goal }));
     }
 
     fn done(&mut self, page: PageIndex, outcome: Outcome) {

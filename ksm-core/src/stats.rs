@@ -17,6 +17,12 @@ pub struct Stats {
     pub pages_unshared: u64,
     /// Pages that change too fast to be merged, in pages.
     pub pages_volatile: u64,
+    /// Frames beyond the first of their content, in frames: a content that fills
+    /// stretches of memory gets a block of equal frames, so that a stretch needs
+    /// few mappings. They count in `pages_shared`, and so lower `pages_sharing`.
+    pub stable_node_dups: u64,
+    /// Mappings that the engine's work costs the process, in virtual memory areas.
+    pub vmas: u64,
     /// Zero pages that the engine made and that are still zero, in pages.
     pub ksm_zero_pages: u64,
     /// Pages looked at since the engine was made, in pages.
@@ -41,6 +47,8 @@ impl Stats {
         self.pages_sharing += other.pages_sharing;
         self.pages_unshared += other.pages_unshared;
         self.pages_volatile += other.pages_volatile;
+        self.stable_node_dups += other.stable_node_dups;
+        self.vmas += other.vmas;
         self.ksm_zero_pages += other.ksm_zero_pages;
         self.pages_scanned += other.pages_scanned;
         self.full_scans = other.full_scans;
@@ -84,6 +92,8 @@ pub struct MemoryStats {
     pub pages_copied: u64,
     /// Merged pages that the guest wrote to since it was registered, in pages.
     pub cow_breaks: u64,
+    /// Mappings that the engine's work on it costs, in virtual memory areas.
+    pub vmas: u64,
     /// How often somebody waited for the lease of a region.
     pub lease_waits: u64,
     /// How often a pass found a region busy and put it off.
@@ -103,6 +113,7 @@ impl MemoryStats {
         self.pages_volatile += other.pages_volatile;
         self.pages_copied += other.pages_copied;
         self.cow_breaks += other.cow_breaks;
+        self.vmas += other.vmas;
         self.lease_waits += other.lease_waits;
         self.lease_refusals += other.lease_refusals;
         self.outcomes.add(&other.outcomes);

@@ -4,9 +4,11 @@
 
 mod linux_common;
 
-use ksm_core::backend::{Backing, FrameStore, Memory, PageState, Settled};
-use ksm_core::page::FrameId;
-use linux_common::{Bench, METHODS, pages};
+use ksm_core::backend::linux::StopMethod;
+use ksm_core::backend::{Backing, FrameStore, Memory, PageState, RegionOptions, Settled};
+use ksm_core::page::{FrameId, PageRange};
+use linux_common::{Bench, Guest, METHODS, Vcpu, backend, pages};
+use rustix::mm::Advice;
 
 #[test]
 fn a_stopped_page_waits_and_a_lifted_one_goes_on() {
@@ -165,4 +167,93 @@ fn a_settled_range_is_kept_before_and_replaced_after() {
         bench.guest.fill(3, 1);
         assert!(bench.store.allocated_bytes().unwrap() >= 4 * 4096);
     }
+}
+
+#[test]
+fn a_run_across_mappings_is_stopped_whole() {
+    for method in METHODS {
+        let guest = Guest::new(64);
+        guest.advise(pages(20, 7), Advice::LinuxDontDump);
+        let bench = Bench::with(backend(method), guest, RegionOptions { dma_guarded: true });
+        bench.guest.fill_all(pages(0, 64), 7);
+        bench.stop_all(pages(3, 60), Backing::Own);
+        let vcpus = [3, 19, 20, 26, 27, 62].map(|page| bench.guest.writes(page, 9));
+        assert!(vcpus.iter().all(Vcpu::waits), "{method:?}");
+        bench.frames(0, 8, 7);
+        bench
+            .memory
+            .share(pages(18, 4), Backing::Own, &bench.store, FrameId(0))
+            .unwrap();
+        bench.memory.lift(pages(3, 60), Backing::Own);
+        vcpus.into_iter().for_each(Vcpu::runs_on);
+        for page in 0..64 {
+            let first = if [3, 19, 20, 26, 27, 62].contains(&page) {
+                9
+            } else {
+                7
+            };
+            assert_eq!(bench.guest.ends(page), (first, 7), "{method:?} page {page}");
+        }
+        let dumped = |page| !bench.guest.vm_flags(page).contains(&"dd".into());
+        assert!(dumped(19) && !dumped(20) && !dumped(21) && dumped(40));
+    }
+}
+
+#[test]
+fn the_longest_stop_works_and_a_longer_one_is_refused() {
+    for method in METHODS {
+        let bench = Bench::new(method, 600);
+        let longest = bench.memory.max_stop();
+        bench.guest.fill_all(pages(0, 600), 7);
+        bench.stop_all(pages(300, longest), Backing::Own);
+        assert_eq!(bench.held(300 + longest - 1, Backing::Own).bytes()[1], 7);
+        bench.memory.lift(pages(300, longest), Backing::Own);
+        assert!(
+            bench
+                .memory
+                .stop(pages(0, longest + 1), Backing::Own)
+                .is_err()
+        );
+        assert!(bench.memory.stop(pages(599, 2), Backing::Own).is_err());
+        bench.guest.fill_all(pages(0, 600), 8);
+    }
+}
+
+#[test]
+fn holes_are_not_seen_and_a_limit_is_kept() {
+    let bench = Bench::new(StopMethod::Auto, 1 << 20);
+    for page in [5, 6, 70_000, 1_000_000] {
+        bench.guest.fill(page, 7);
+    }
+    let mut runs = Vec::new();
+    let all = pages(0, 1 << 20);
+    let next = bench.memory.populated(all, 3, &mut runs).unwrap();
+    let seen: Vec<_> = runs.iter().map(|run| run.range).collect();
+    assert_eq!(seen, [pages(5, 2), pages(70_000, 1)]);
+    assert!((70_001..=1_000_000).contains(&next.0));
+    runs.clear();
+    let rest = PageRange {
+        start: next,
+        end: all.end,
+    };
+    assert_eq!(bench.memory.populated(rest, 9, &mut runs).unwrap(), all.end);
+    assert_eq!(runs.len(), 1);
+    assert_eq!(runs[0].range, pages(1_000_000, 1));
+    assert!(!runs[0].huge);
+}
+
+/// Hundreds of runs in one call of the kernel's, and more.
+#[test]
+fn every_other_page_is_seen() {
+    let bench = Bench::new(StopMethod::Auto, 2000);
+    for page in (0..2000).step_by(2) {
+        bench.guest.fill(page, 7);
+    }
+    let runs = bench.runs(pages(0, 2000));
+    assert_eq!(runs.len(), 1000);
+    assert!(runs.iter().all(|run| run.range.len() == 1));
+    let held = bench.stop(pages(0, 256), Backing::Own);
+    assert_eq!((held.held.len(), held.refused.len()), (128, 128));
+    bench.memory.lift(pages(0, 256), Backing::Own);
+    bench.guest.fill_all(pages(0, 256), 1);
 }

@@ -1,5 +1,6 @@
 //! Memory that can never be merged is refused, and says why.
 #![cfg(feature = "linux")]
+#![allow(clippy::unwrap_used)] // In helpers of tests.
 
 mod linux_common;
 

@@ -3,6 +3,9 @@
 
 mod linux_common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use ksm_core::backend::{Backing, Memory};
 use ksm_core::error::BackendError;
 use ksm_core::page::FrameId;
@@ -19,6 +22,10 @@ fn without_mappings_to_spend_the_guest_keeps_its_pages() {
         // A share that finds none: the pages are still held.
         bench.stop_all(pages(8, 8), Backing::Own);
         let vcpu = bench.guest.writes(9, 9);
+        // No thread can be made without mappings either.
+        let go = Arc::new(AtomicBool::new(false));
+        let late_vcpu = bench.guest.writes_after(&go, 34, 9);
+        assert!(vcpu.waits() && late_vcpu.waits());
         let spent = SpentVmas::all();
         let error = bench
             .memory
@@ -46,7 +53,7 @@ fn without_mappings_to_spend_the_guest_keeps_its_pages() {
         }
         // Nor can copies be moved over a part of the frames.
         bench.stop_all(pages(34, 2), Backing::Frame);
-        let vcpu = bench.guest.writes(34, 9);
+        go.store(true, Ordering::Release);
         let error = bench
             .memory
             .restore(pages(34, 2))
@@ -55,14 +62,14 @@ fn without_mappings_to_spend_the_guest_keeps_its_pages() {
             matches!(error, BackendError::NoVmas),
             "{method:?}: {error:?}"
         );
-        assert!(vcpu.waits());
-        bench.memory.lift(pages(34, 2), Backing::Frame);
-        vcpu.runs_on();
         let error = bench
             .memory
             .discard(pages(37, 1), Backing::Frame)
             .expect_err("no mapping is left");
         assert!(matches!(error, BackendError::NoVmas), "{error:?}");
+        assert!(late_vcpu.waits());
+        bench.memory.lift(pages(34, 2), Backing::Frame);
+        late_vcpu.runs_on();
         assert_eq!(bench.guest.ends(37), (7, 7));
         assert_eq!(bench.guest.ends(34), (9, 7));
         bench.guest.fill_all(pages(0, 64), 5);

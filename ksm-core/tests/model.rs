@@ -5,13 +5,21 @@
 use std::cell::Cell;
 use std::fmt;
 
-use ksm_core::backend::sim::SimConfig;
+use ksm_core::backend::sim::{SimConfig, Stop};
 use ksm_core::script::{BYTES_PER_OP, Runner, Script, SimHost, decode};
+use ksm_core::{Outcome, OutcomeCounts, Stats};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-/// Operations that one run of this test applies at least.
+/// Operations that a run applies at least; `KSM_MODEL_OPERATIONS` asks for
+/// more.
 const OPERATIONS: u64 = 100_000;
+
+fn operations() -> u64 {
+    let asked = std::env::var("KSM_MODEL_OPERATIONS");
+    let asked = asked.map(|text| text.parse().expect("KSM_MODEL_OPERATIONS is a number"));
+    asked.unwrap_or(OPERATIONS)
+}
 
 /// A script that prints as one.
 #[derive(Clone)]
@@ -29,16 +37,45 @@ fn scripts() -> impl Strategy<Value = Readable> {
     ops.prop_map(|ops| Readable(Script(decode(&ops.concat()))))
 }
 
-fn run(config: SimConfig, script: &Script) -> Result<(), TestCaseError> {
-    let mut runner = Runner::new(SimHost::with(config)).expect("good settings");
-    let ran = runner.run(script);
-    ran.map_err(|mismatch| TestCaseError::fail(mismatch.to_string()))
+/// What happened in all scripts together.
+#[derive(Default)]
+struct Seen {
+    operations: Cell<u64>,
+    cow_breaks: Cell<u64>,
+    outcomes: Cell<OutcomeCounts>,
+}
+
+impl Seen {
+    fn note(&self, script: &Script, stats: &Stats) {
+        let count = script.0.len() as u64;
+        self.operations.set(self.operations.get() + count);
+        self.cow_breaks
+            .set(self.cow_breaks.get() + stats.cow_breaks);
+        let mut outcomes = self.outcomes.get();
+        outcomes.add(&stats.outcomes);
+        self.outcomes.set(outcomes);
+    }
+
+    /// A run that never came to some corner has not tested it.
+    fn demand_variety(&self) {
+        assert!(self.cow_breaks.get() > 100, "hardly any COW");
+        // Moves split every huge page; nothing is ever left unseen.
+        let unreached = [Outcome::Unseen, Outcome::Huge];
+        for (outcome, count) in self.outcomes.get().iter() {
+            println!("{outcome}: {count}");
+            assert_eq!(
+                count == 0,
+                unreached.contains(&outcome),
+                "{outcome}: {count}"
+            );
+        }
+    }
 }
 
 /// Runs random scripts until enough operations were applied.
-fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) {
-    let applied = Cell::new(0);
-    while applied.get() < operations {
+fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
+    let seen = Seen::default();
+    while seen.operations.get() < operations {
         let mut runner = TestRunner::new(Config {
             cases: 64,
             failure_persistence: None,
@@ -46,32 +83,48 @@ fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) {
             ..Config::default()
         });
         let explored = runner.run(&(scripts(), 0..1000_u64), |(script, seed)| {
-            applied.set(applied.get() + script.0.0.len() as u64);
-            run(config(seed), &script.0)
+            let host = SimHost::with(config(seed));
+            let mut runner = Runner::new(host).expect("good settings");
+            let ran = runner.run(&script.0);
+            ran.map_err(|mismatch| TestCaseError::fail(mismatch.to_string()))?;
+            seen.note(&script.0, &runner.ksm().stats());
+            Ok(())
         });
         if let Err(failure) = explored {
             panic!("{failure}");
         }
     }
-    println!("{} operations", applied.get());
+    println!("{} operations", seen.operations.get());
+    seen
 }
 
 #[test]
 fn the_engine_agrees_with_a_naive_oracle() {
-    explore(OPERATIONS, |seed| SimConfig {
+    let seen = explore(operations(), |seed| SimConfig {
         seed,
         ..SimConfig::default()
     });
+    seen.demand_variety();
 }
 
 /// Short stops, few frames, huge pages of two: limits that are far away
 /// otherwise.
 #[test]
 fn it_agrees_where_everything_is_tight() {
-    explore(OPERATIONS / 10, |seed| SimConfig {
+    explore(operations() / 10, |seed| SimConfig {
         seed,
         max_stop: 1 + seed % 5,
         pages_per_huge: 2,
+        ..SimConfig::default()
+    });
+}
+
+/// A host that write-protects a guest's own pages, and cannot split huge ones.
+#[test]
+fn it_agrees_where_pages_are_protected() {
+    explore(operations() / 10, |seed| SimConfig {
+        seed,
+        stop: Stop::Protect,
         ..SimConfig::default()
     });
 }

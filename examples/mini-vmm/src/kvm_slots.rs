@@ -15,7 +15,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MemoryRe
 #[derive(Debug)]
 pub(crate) struct SlottedVm {
     vm: VmFd,
-    memory: GuestMemoryMmap,
+    /// Held, never read: the slots point into it.
+    _memory: GuestMemoryMmap,
 }
 
 /// A vCPU that keeps its machine, and so its memory, for as long as it can run.
@@ -40,23 +41,21 @@ impl SlottedVm {
             // SAFETY: `host` is the start of a mapping of `memory_size` bytes
             // that belongs to `region`. It stays mapped while a guest can run:
             // only `SlottedVcpu::run` runs one, each holds this machine, and
-            // this machine holds `memory`. No Rust reference to guest memory is
+            // this machine holds `_memory`. No Rust reference to guest memory is
             // ever made, so the guest may write to it at any time. The slots of
             // `vm` are fresh, and vm-memory's regions do not overlap.
             unsafe { vm.set_user_memory_region(slot) }?;
         }
-        Ok(Arc::new(Self { vm, memory }))
+        Ok(Arc::new(Self {
+            vm,
+            _memory: memory,
+        }))
     }
 
     /// Makes a vCPU.
     pub(crate) fn vcpu(self: Arc<Self>, id: u64) -> Result<SlottedVcpu, kvm_ioctls::Error> {
         let fd = self.vm.create_vcpu(id)?;
         Ok(SlottedVcpu { fd, _vm: self })
-    }
-
-    /// The guest's memory.
-    pub(crate) const fn memory(&self) -> &GuestMemoryMmap {
-        &self.memory
     }
 }
 

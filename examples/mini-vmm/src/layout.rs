@@ -45,22 +45,15 @@ pub(crate) mod mail {
     pub(crate) const LOST_PAGES: u64 = 0x30;
     /// The last of them.
     pub(crate) const LAST_LOST: u64 = 0x38;
-    /// Address of the descriptors.
-    pub(crate) const DESCRIPTORS: u64 = 0x40;
-    /// Address of the work memory.
-    pub(crate) const WORK: u64 = 0x48;
-    /// Address of the lockstep list: page numbers, 8 bytes each.
-    pub(crate) const LOCKSTEP: u64 = 0x50;
 }
 
-/// Offsets inside a descriptor.
+/// Offsets inside a descriptor. It begins with the page's
+/// [`Kind`](crate::content::Kind), 4 bytes.
 pub(crate) mod descriptor {
     /// Bytes of one descriptor; the payload shifts by its log2.
     pub(crate) const BYTES: u64 = 32;
     /// log2 of [`BYTES`].
     pub(crate) const SHIFT: u32 = 5;
-    /// The page's [`Kind`](crate::content::Kind), 4 bytes.
-    pub(crate) const KIND: u64 = 0;
     /// 1 once the guest has counted the page as lost, 4 bytes.
     pub(crate) const LOST: u64 = 4;
     /// The content's key.

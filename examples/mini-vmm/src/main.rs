@@ -1,15 +1,92 @@
+//! A small VMM whose running guests shrink.
+//!
+//! Several guests run in this process, under KVM. Each fills its memory to a
+//! [`recipe`], then works on: it rewrites some pages in step with the other
+//! guests and checks all of them. Meanwhile `ksm-core` merges pages that are
+//! equal. See `--help`.
 #![deny(unsafe_code)]
-#![allow(dead_code)]
-//! mini
+
+mod args;
+mod chaos;
 mod content;
 mod cpu;
+mod dedup;
+mod discard;
+mod guest;
+mod host;
 mod host_cpu;
 mod kvm_slots;
 mod layout;
+mod lockstep;
 mod payload;
+mod phase;
 mod plan;
+mod progress;
 mod ram;
 mod recipe;
+mod report;
+mod run;
+mod usage;
 mod verify;
 mod vm;
-fn main() {}
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory as _, Parser as _};
+
+use crate::args::Args;
+use crate::host::Host;
+
+/// A page was lost, or something failed.
+const FAILED: u8 = 1;
+/// Nothing can run on this host.
+const CANNOT_RUN: u8 = 3;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match usage::available_bytes() {
+        Ok(available) => refuse_too_much(&args, available),
+        Err(error) => {
+            eprintln!("{error:#}: mount /proc, nothing can be measured without it");
+            return ExitCode::from(CANNOT_RUN);
+        }
+    }
+    let host = Host::look(&args);
+    for note in &host.notes {
+        eprintln!("{note}");
+    }
+    let json = args.json;
+    match run::run(&args, host).and_then(|report| show(&report, json)) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(FAILED),
+        Err(error) => {
+            eprintln!("mini-vmm: {error:#}");
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+/// Ends the program if the guests do not fit.
+fn refuse_too_much(args: &Args, available: u64) {
+    let wanted = args.guest_bytes();
+    if wanted > available {
+        let text = format!(
+            "{} guests need {} MiB, and {} MiB are available: use fewer (--guests) or smaller ones (--mem)\n",
+            args.guests,
+            wanted >> 20,
+            available >> 20
+        );
+        Args::command()
+            .error(clap::error::ErrorKind::ValueValidation, text)
+            .exit()
+    }
+}
+
+/// Prints the report. Returns whether it is good.
+fn show(report: &report::Report, json: bool) -> anyhow::Result<bool> {
+    println!("{}", report.tables());
+    if json {
+        println!("{}", report.json()?);
+    }
+    Ok(report.is_good())
+}

@@ -6,7 +6,8 @@
 //! makes no call.
 //!
 //! Registers: `rbx` mailbox, `r15` descriptors, `r14` work memory, `r13`
-//! lockstep list; `rsi` the page's number, `rdi` the page, `rbp` its descriptor.
+//! lockstep list (which the VMM sets); `rsi` the page's number, `rdi` the page,
+//! `rbp` its descriptor.
 
 use iced_x86::IcedError;
 use iced_x86::code_asm::{
@@ -15,7 +16,7 @@ use iced_x86::code_asm::{
 };
 
 use crate::content::{COUNTER_STRIDE, COUNTERS, Kind, WORDS};
-use crate::layout::{CODE, MAILBOX, REPORT_PORT, descriptor, mail, number};
+use crate::layout::{CODE, DESCRIPTORS, MAILBOX, REPORT_PORT, WORK_BASE, descriptor, mail, number};
 
 type Emitted = Result<(), IcedError>;
 
@@ -29,9 +30,8 @@ pub(crate) fn assemble() -> Result<Vec<u8>, IcedError> {
     let mut rewrite = a.create_label();
 
     a.mov(rbx, MAILBOX)?;
-    a.mov(r15, word(mail::DESCRIPTORS))?;
-    a.mov(r14, word(mail::WORK))?;
-    a.mov(r13, word(mail::LOCKSTEP))?;
+    a.mov(r15, DESCRIPTORS)?;
+    a.mov(r14, WORK_BASE)?;
 
     a.set_label(&mut report)?;
     a.mov(dx, u32::from(REPORT_PORT))?;

@@ -65,15 +65,19 @@ impl Ram {
         for (at, page) in (0..).zip(&plan.lockstep) {
             self.all.write_obj(*page, GuestAddress(list + at * 8))?;
         }
-        self.set_mail(mail::DESCRIPTORS, DESCRIPTORS)?;
-        self.set_mail(mail::WORK, WORK_BASE)?;
-        self.set_mail(mail::LOCKSTEP, list)
+        Ok(())
     }
 
     /// Writes what a page must hold. The guest must not be at it just then.
     pub(crate) fn set_spec(&self, page: u64, spec: PageSpec) -> anyhow::Result<()> {
         let at = GuestAddress(DESCRIPTORS + page * descriptor::BYTES);
         Ok(self.all.write_obj(descriptor_words(spec), at)?)
+    }
+
+    /// Whether the guest has counted a page as lost.
+    pub(crate) fn is_marked_lost(&self, page: u64) -> anyhow::Result<bool> {
+        let at = DESCRIPTORS + page * descriptor::BYTES + descriptor::LOST;
+        Ok(self.all.read_obj::<u32>(GuestAddress(at))? != 0)
     }
 
     /// Puts a command into the mailbox.

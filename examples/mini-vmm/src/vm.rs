@@ -9,7 +9,9 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use crate::cpu::Cpu;
 use crate::kvm_slots::{SlottedVcpu, SlottedVm};
-use crate::layout::{CODE, CODE_BYTES, Command, PAGE_TABLES, REPORT_PORT, WORK_BASE};
+use crate::layout::{
+    CODE, CODE_BYTES, Command, PAGE_TABLES, REPORT_PORT, WORK_BASE, lockstep_list,
+};
 use crate::payload;
 use crate::ram::Ram;
 
@@ -56,6 +58,7 @@ impl KvmCpu {
         vcpu.state().set_sregs(&sregs).context("KVM_SET_SREGS")?;
         vcpu.state().set_regs(&kvm_regs {
             rip: CODE,
+            r13: lockstep_list(ram.pages()),
             rflags: RFLAGS,
             ..kvm_regs::default()
         })?;

@@ -114,7 +114,10 @@ impl<B: Backend> Region<B> {
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
-        let counts = self.pages().counts();
+        let (counts, vmas) = {
+            let pages = self.pages();
+            (pages.counts(), pages.seams())
+        };
         let tally = *self.tally();
         let lease = self.lease.counts();
         MemoryStats {
@@ -126,6 +129,7 @@ impl<B: Backend> Region<B> {
             pages_volatile: counts.volatile,
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
+            vmas,
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,

@@ -162,6 +162,15 @@ impl Counts {
     }
 }
 
+/// Whether neighbours that name these frames need two mappings.
+pub(crate) fn is_seam(left: Option<FrameId>, right: Option<FrameId>) -> bool {
+    match (left, right) {
+        (None, None) => false,
+        (Some(left), Some(right)) => left.plus(1) != right,
+        _ => true,
+    }
+}
+
 type Chunk = Box<[Packed; CHUNK_LEN]>;
 
 /// The records of one region.
@@ -169,6 +178,8 @@ type Chunk = Box<[Packed; CHUNK_LEN]>;
 pub(crate) struct PageTable {
     chunks: BTreeMap<u64, Chunk>,
     counts: Counts,
+    /// Pairs of neighbours that no single mapping can hold.
+    seams: u64,
 }
 
 impl PageTable {
@@ -188,6 +199,7 @@ impl PageTable {
     }
 
     pub(crate) fn set(&mut self, page: PageIndex, record: Record) {
+        self.move_seams(page, record.frame);
         let (chunk, slot) = Self::place(page);
         let records = self
             .chunks
@@ -196,6 +208,30 @@ impl PageTable {
         let old = std::mem::replace(&mut records[slot], Packed::pack(&record));
         self.counts
             .replace(Counts::of(&old.unpack()), Counts::of(&record));
+    }
+
+    /// Counts the seams anew around a page whose mapping comes to name `frame`.
+    fn move_seams(&mut self, page: PageIndex, frame: Option<FrameId>) {
+        let old = self.get(page).frame;
+        if old == frame {
+            return;
+        }
+        let after = self.get(page.plus(1)).frame;
+        let before = page
+            .0
+            .checked_sub(1)
+            .map(|page| self.get(PageIndex(page)).frame);
+        let seams = |here| {
+            let left = before.is_some_and(|before| is_seam(before, here));
+            u64::from(left) + u64::from(is_seam(here, after))
+        };
+        self.seams = self.seams + seams(frame) - seams(old);
+    }
+
+    /// How many mappings the host needs for this region beyond the first, as far
+    /// as the engine's doing goes.
+    pub(crate) const fn seams(&self) -> u64 {
+        self.seams
     }
 
     /// Changes a page's record in place.
@@ -304,6 +340,20 @@ mod tests {
         table.forget(PageRange::new(PageIndex(0), 200_000));
         assert_eq!(table.counts(), Counts::default());
         assert_eq!(table.bytes(), 0);
+    }
+
+    #[test]
+    fn seams_are_counted_where_mappings_end() {
+        let mut table = PageTable::default();
+        // An island of two frames in a row, one that is not, and the first page.
+        for (page, frame) in [(0, 50), (10, 4), (11, 5), (12, 5)] {
+            table.set(PageIndex(page), merged(frame));
+        }
+        assert_eq!(table.seams(), 1 + 3);
+        table.set(PageIndex(12), merged(6));
+        assert_eq!(table.seams(), 1 + 2);
+        table.forget(PageRange::new(PageIndex(0), 100));
+        assert_eq!(table.seams(), 0);
     }
 
     #[test]

@@ -154,7 +154,13 @@ impl Decoder<'_> {
         let call = Call::ALL[self.below(Call::ALL.len())];
         let failure = Failure::ALL[self.below(Failure::ALL.len())];
         let nth = 1 + u64::from(self.byte() % 16);
-        self.ops.push(Op::Fail { call, failure, nth });
+        let times = 1 + u64::from(self.byte() % 4);
+        self.ops.push(Op::Fail {
+            call,
+            failure,
+            nth,
+            times,
+        });
     }
 
     #[cfg(feature = "fault-injection")]

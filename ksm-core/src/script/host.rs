@@ -26,7 +26,14 @@ pub enum Meddling {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weather {
     /// A later call fails: the n-th of its kind, 1 being the next.
-    Fail(Call, Failure, u64),
+    Fail {
+        /// Which kind.
+        call: Call,
+        /// How.
+        failure: Failure,
+        /// Which of them.
+        nth: u64,
+    },
     /// VMAs are limited.
     MaxVmas(u64),
     /// Guests and the host race with calls.

@@ -130,14 +130,16 @@ pub enum Op {
         /// One of the pages.
         page: PageIndex,
     },
-    /// A later call to the host fails.
+    /// Later calls to the host fail.
     Fail {
         /// Which kind of call.
         call: Call,
         /// How.
         failure: Failure,
-        /// Which of them from now on, 1 being the next.
+        /// The first that does, 1 being the next.
         nth: u64,
+        /// How many in a row.
+        times: u64,
     },
     /// Limits the VMAs.
     MaxVmas {

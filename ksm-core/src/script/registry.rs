@@ -41,9 +41,10 @@ impl<H: Host> Runner<H> {
         let Some(old) = self.regions.get(region) else {
             return Ok(Applied::Skipped);
         };
-        let (memory, unguarded) = (old.memory, !old.guarded);
-        let mut users = self.regions.iter().filter(|user| user.memory == memory);
-        let used = users.any(|user| user.id.is_some());
+        let memory = old.memory;
+        let users = || self.regions.iter().filter(|user| user.memory == memory);
+        let used = users().any(|user| user.id.is_some());
+        let unguarded = users().any(|user| !user.guarded);
         if !used {
             let oracle = &mut self.memories[memory].oracle;
             oracle.range().iter().for_each(|page| oracle.blur(page));

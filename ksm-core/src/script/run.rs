@@ -13,6 +13,9 @@ use crate::error::Error;
 use crate::page::PageRange;
 use crate::region::{DomainId, RegionId, SpaceId};
 
+/// The most failures that one operation asks for.
+const MAX_FAILURES: u64 = 1000;
+
 /// What became of an operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Applied {
@@ -202,9 +205,15 @@ impl<H: Host> Runner<H> {
             Op::Huge { region, page } => self.meddle(region, PageRange::one(page), Meddling::Huge),
             Op::Swap { region, range } => self.meddle(region, range, Meddling::Swap),
             Op::Fork { region, range } => self.meddle(region, range, Meddling::Fork),
-            Op::Fail { call, failure, nth } => {
-                self.set_weather(Weather::Fail(call, failure, nth.max(1)))
-            }
+            Op::Fail {
+                call,
+                failure,
+                nth,
+                times,
+            } => (0..times.min(MAX_FAILURES))
+                .map(|more| nth.max(1).saturating_add(more))
+                .map(|nth| self.set_weather(Weather::Fail { call, failure, nth }))
+                .fold(Ok(Applied::Skipped), |_, done| done),
             Op::MaxVmas { max } => self.set_weather(Weather::MaxVmas(max)),
             Op::Storm => self.set_weather(Weather::Storm),
             Op::Calm => self.set_weather(Weather::Calm),
@@ -225,7 +234,7 @@ impl<H: Host> Runner<H> {
             return Ok(Applied::Skipped);
         }
         match weather {
-            Weather::Fail(..) | Weather::MaxVmas(_) => self.trouble = true,
+            Weather::Fail { .. } | Weather::MaxVmas(_) => self.trouble = true,
             Weather::Storm => self.storm = true,
             Weather::Calm => (self.trouble, self.storm) = (false, false),
         }

@@ -1,7 +1,7 @@
 //! Scripts on the simulated backend, which has every power.
 
 use super::host::{Event, Host, Meddling, Weather};
-use crate::backend::sim::{SimBackend, SimConfig, SimGuest, SimPageState, Storm};
+use crate::backend::sim::{SimBackend, SimConfig, SimGuest, SimPageState, Stop, Storm};
 use crate::page::{PageBuf, PageIndex, PageRange};
 
 /// A simulated host for scripts.
@@ -72,6 +72,8 @@ impl Host for SimHost {
     fn meddle(&mut self, guest: &SimGuest, range: PageRange, how: Meddling) -> Option<PageRange> {
         let (page, nothing) = (range.start, PageRange::default());
         match how {
+            // A pin that nothing notices is the embedder's fault.
+            Meddling::Pin if self.config.stop == Stop::Protect => return None,
             Meddling::Pin => return guest.pin(page).then(|| PageRange::one(page)),
             Meddling::Huge => return guest.collapse(page).then(|| self.around(page)),
             Meddling::Unpin => guest.unpin(page),
@@ -87,7 +89,7 @@ impl Host for SimHost {
 
     fn set_weather(&mut self, weather: Weather) -> bool {
         match weather {
-            Weather::Fail(call, failure, nth) => self.sim.fail_nth(call, failure, nth),
+            Weather::Fail { call, failure, nth } => self.sim.fail_nth(call, failure, nth),
             Weather::MaxVmas(max) => self.sim.set_max_vmas(max),
             Weather::Storm => self.sim.set_storm(Storm::rough()),
             Weather::Calm => {
@@ -109,8 +111,11 @@ impl Host for SimHost {
 
     fn mergeable(&self, guest: &SimGuest, page: PageIndex) -> bool {
         let own = guest.state(page) == SimPageState::Private;
-        let forked = own && guest.is_forked(page);
-        !guest.is_swapped(page) && !guest.is_pinned(page) && !forked
+        let refused = match self.config.stop {
+            Stop::Move => own && guest.is_forked(page),
+            Stop::Protect => guest.is_huge(page),
+        };
+        !refused && !guest.is_swapped(page) && !guest.is_pinned(page)
     }
 
     fn merged(&self, guest: &SimGuest) -> Option<u64> {

@@ -122,7 +122,18 @@ impl fmt::Display for Op {
             Self::Swap { region, range } => write!(f, "swap r{region} {}", Pages(range)),
             Self::Fork { region, range } => write!(f, "fork r{region} {}", Pages(range)),
             Self::Huge { region, page } => write!(f, "huge r{region} {}", page.0),
-            Self::Fail { call, failure, nth } => write!(f, "fail {call} {failure} {nth}"),
+            Self::Fail {
+                call,
+                failure,
+                nth,
+                times: 1,
+            } => write!(f, "fail {call} {failure} {nth}"),
+            Self::Fail {
+                call,
+                failure,
+                nth,
+                times,
+            } => write!(f, "fail {call} {failure} {nth} times {times}"),
             Self::MaxVmas { max } => write!(f, "max_vmas {max}"),
             Self::Storm => write!(f, "storm"),
             Self::Calm => write!(f, "calm"),
@@ -176,6 +187,14 @@ impl<'a> Words<'a> {
         }
     }
 
+    fn times(&mut self) -> Result<u64, String> {
+        match self.0.next() {
+            None => Ok(1),
+            Some("times") => self.parsed("a count"),
+            Some(word) => Err(format!("{word:?} is not \"times\"")),
+        }
+    }
+
     fn end<T>(mut self, op: T) -> Result<T, String> {
         match self.0.next() {
             None => Ok(op),
@@ -221,6 +240,7 @@ impl FromStr for Op {
                 call: words.parsed("a call")?,
                 failure: words.parsed("a failure")?,
                 nth: words.parsed("a count")?,
+                times: words.times()?,
             },
             "max_vmas" => Self::MaxVmas {
                 max: words.parsed("a limit")?,

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -117,6 +117,17 @@ impl Guest {
         }))
     }
 
+    /// The same, once `go` is set.
+    pub(crate) fn writes_after(&self, go: &Arc<AtomicBool>, page: u64, byte: u8) -> Vcpu {
+        let (guest, go) = (self.clone(), Arc::clone(go));
+        Vcpu::run(move || {
+            while !go.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            guest.store(page, byte);
+        })
+    }
+
     pub(crate) fn advise(&self, range: PageRange, advice: Advice) {
         self.try_advise(range, advice).unwrap();
     }
@@ -163,6 +174,10 @@ impl Guest {
 pub(crate) struct Vcpu(JoinHandle<()>);
 
 impl Vcpu {
+    pub(crate) fn new(run: impl FnOnce() + Send + 'static) -> Self {
+        Self(std::thread::spawn(run))
+    }
+
     /// Whether it is still waiting after a moment.
     pub(crate) fn waits(&self) -> bool {
         std::thread::sleep(MOMENT);

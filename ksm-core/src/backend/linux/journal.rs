@@ -1,6 +1,6 @@
 //! [`Journal`]: which run is stopped, and how far its replacement got.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::span::usize_from;
 use crate::page::{PageIndex, PageRange};
@@ -42,6 +42,8 @@ impl Bits {
 pub(super) struct Journal {
     /// First page and length of the run that was stopped last.
     run: AtomicU64,
+    /// Whether some of it may be stopped still.
+    open: AtomicBool,
     /// Pages whose mapping was replaced.
     mapped: Bits,
     /// Pages whose content, all zero, may be dropped.
@@ -56,6 +58,20 @@ impl Journal {
         self.zeroed.clear();
         self.run
             .store(run.start.0 << LEN_BITS | run.len(), Ordering::Release);
+        self.open.store(true, Ordering::Release);
+    }
+
+    /// The stop of `range` has been lifted.
+    pub(super) fn lifted(&self, range: PageRange) {
+        let run = self.run();
+        if range.intersection(run) == run {
+            self.open.store(false, Ordering::Release);
+        }
+    }
+
+    /// Whether some of the run may be stopped still.
+    pub(super) fn is_open(&self) -> bool {
+        self.open.load(Ordering::Acquire)
     }
 
     /// The run that was stopped last; empty before the first.
@@ -122,6 +138,10 @@ mod tests {
         assert!(journal.run().is_empty());
         journal.begin(PageRange::new(PageIndex(1000), MAX_STOP));
         assert_eq!(journal.run(), PageRange::new(PageIndex(1000), MAX_STOP));
+        journal.lifted(PageRange::new(PageIndex(1001), MAX_STOP));
+        assert!(journal.is_open());
+        journal.lifted(PageRange::new(PageIndex(999), MAX_STOP + 1));
+        assert!(!journal.is_open());
         journal.mapped(PageRange::new(PageIndex(1000), 2));
         journal.zeroed(PageRange::new(PageIndex(1255), 1));
         let kept: Vec<_> =

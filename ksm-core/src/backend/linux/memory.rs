@@ -234,6 +234,7 @@ impl Memory for LinuxMemory {
         }
         // Whoever waited on a mapping that was replaced, or on a hole.
         self.host.uffd.wake(self.span_of(range));
+        self.journal.lifted(range);
     }
 
     fn settle(&self, range: PageRange, backing: Backing) -> Settled {

@@ -12,6 +12,22 @@
 //! 4. **Lift** the stop: what was not replaced goes back, and whoever waited is
 //!    woken.
 //!
+//! # System calls
+//!
+//! For seccomp filters. At start: `userfaultfd`, or `openat` of
+//! /dev/userfaultfd and `ioctl` `USERFAULTFD_IOC_NEW`; `openat` of
+//! /proc/self/pagemap and /proc/self/smaps; `fcntl` (`F_GETFL`, `F_SETFL`),
+//! `ppoll`, `uname` and a thread to try the descriptor out. All but the trial
+//! can be done elsewhere: see [`Fds`].
+//!
+//! Later: `ioctl` (`UFFDIO_API`, `REGISTER`, `UNREGISTER`, `WAKE`,
+//! `WRITEPROTECT`, `MOVE`, `COPY`; `PAGEMAP_SCAN`), `mmap`, `mremap`, `munmap`,
+//! `madvise`, `mincore`, `memfd_create`, `fcntl` (`F_ADD_SEALS`), `fchmod`,
+//! `fstat`, `fallocate`, `pread64`, `pwrite64`, `prctl` (`PR_GET_MEMORY_MERGE`),
+//! `sched_yield`, `clock_nanosleep`, `close`.
+//!
+//! # Safety
+//!
 //! This is the only folder with `unsafe` code. All of it acts on `Span`s: whole
 //! pages in the backend's care, which no Rust reference ever points into.
 //!

@@ -210,6 +210,9 @@ impl LinuxMemory {
 
     /// Makes sure that no page of an earlier run is in the staging area.
     pub(super) fn clear_staging(&self) -> Result<(), BackendError> {
+        if !self.journal.is_open() {
+            return Ok(());
+        }
         let empty = self
             .staging
             .is_empty()

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use rustix::io::Errno;
-use rustix::mm::Advice;
 use vm_memory::VolatileSlice;
 
 use super::caps::Host;
@@ -67,7 +66,7 @@ impl Staging {
 
     /// Drops pages that are no longer needed.
     pub(super) fn drop_slots(&self, slots: Span) -> Result<(), Errno> {
-        mapping::advise(slots, Advice::LinuxDontNeed)
+        mapping::drop_pages(slots)
     }
 }
 

@@ -1,0 +1,217 @@
+//! The command line.
+
+use std::str::FromStr;
+
+use clap::{Parser, ValueEnum};
+use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
+
+use crate::layout::{MAX_WORK_BYTES, control_bytes};
+use crate::recipe::{PRESETS, Recipe};
+
+/// Runs guests whose memory shrinks while they work: equal pages are merged.
+///
+/// Each guest fills its memory to a recipe, then goes on checking and rewriting
+/// it until the time is up. What every page must hold is kept outside the memory
+/// that is merged; the guests check it all the time, the VMM at the end.
+#[derive(Debug, Parser)]
+#[command(version, after_long_help = after_help(), max_term_width = 100)]
+pub(crate) struct Args {
+    /// How many guests
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub(crate) guests: u8,
+
+    /// Memory of each guest that can be merged, as 128M, 1G or bytes
+    #[arg(long, default_value = "128M")]
+    pub(crate) mem: MemSize,
+
+    /// How long guests work once they have filled their memory
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) seconds: u32,
+
+    /// What contents, places and disturbances are drawn from
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// What guests fill their memory with: a preset, settings, or both with
+    /// commas between them (see below)
+    #[arg(long, default_value = "default")]
+    pub(crate) recipe: Recipe,
+
+    /// Check every page of every guest at the end, by guest and VMM; fail if
+    /// one is wrong
+    #[arg(long)]
+    pub(crate) verify: bool,
+
+    /// End standard output with one line of JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Pages to scan before the scanner sleeps
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) pages_to_scan: u32,
+
+    /// How long the scanner sleeps then
+    #[arg(long, value_name = "MS", default_value_t = 20)]
+    pub(crate) sleep_millisecs: u32,
+
+    /// For how many passes a page must stay the same before it is merged with
+    /// another private page
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) settle_passes: u8,
+
+    /// How much of the time a guest works, in percent
+    #[arg(long, value_name = "PERCENT", default_value_t = 25, value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub(crate) busy: u8,
+
+    /// Huge pages below guest memory
+    #[arg(long, value_enum, default_value_t = Thp::Madvise)]
+    pub(crate) thp: Thp,
+
+    /// Unmerge, discard, unregister and register again at random meanwhile (the
+    /// recipe `chaos` has pages that can be discarded)
+    #[arg(long, conflicts_with = "no_dedup")]
+    pub(crate) chaos: bool,
+
+    /// A trust domain for each guest: only equal pages of one guest are merged
+    #[arg(long)]
+    pub(crate) isolate: bool,
+
+    /// Merge nothing, for comparison
+    #[arg(long)]
+    pub(crate) no_dedup: bool,
+
+    /// Host threads as guests, even if there is KVM
+    #[arg(long)]
+    pub(crate) host_threads: bool,
+}
+
+impl Args {
+    /// Memory that all guests need, before any of it is merged.
+    pub(crate) fn guest_bytes(&self) -> u64 {
+        let pages = self.mem.pages();
+        u64::from(self.guests) * (bytes_in(pages) + control_bytes(pages))
+    }
+}
+
+/// What the kernel is advised on huge pages of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Thp {
+    /// MADV_HUGEPAGE: wherever they fit, unless the system's setting is `never`
+    Always,
+    /// No advice: none if the system's setting is `madvise`, as it often is
+    Madvise,
+    /// MADV_NOHUGEPAGE
+    Never,
+}
+
+/// A number of bytes: whole pages, not more than a guest can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MemSize(u64);
+
+impl MemSize {
+    /// In pages.
+    pub(crate) const fn pages(self) -> u64 {
+        pages_in(self.0)
+    }
+}
+
+impl FromStr for MemSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (digits, shift) = match text.char_indices().next_back() {
+            Some((at, 'K' | 'k')) => (&text[..at], 10),
+            Some((at, 'M' | 'm')) => (&text[..at], 20),
+            Some((at, 'G' | 'g')) => (&text[..at], 30),
+            _ => (text, 0),
+        };
+        let number: u64 = digits
+            .parse()
+            .map_err(|_| "expected a number with K, M or G behind it, such as 128M".to_owned())?;
+        let bytes = number.checked_mul(1 << shift).unwrap_or(u64::MAX);
+        if !(MIN_BYTES..=MAX_WORK_BYTES).contains(&bytes) {
+            return Err("expected 1M to 64G".to_owned());
+        }
+        if !bytes.is_multiple_of(PAGE_SIZE_U64) {
+            return Err(format!("expected a multiple of {PAGE_SIZE_U64}"));
+        }
+        Ok(Self(bytes))
+    }
+}
+
+/// The least memory of a guest.
+const MIN_BYTES: u64 = 1 << 20;
+
+fn after_help() -> String {
+    let presets: String = PRESETS
+        .iter()
+        .map(|(name, recipe, what)| format!("  {name}: {what}\n    {recipe}\n"))
+        .collect();
+    format!(
+        "\
+Recipes:
+  common, unique, zero, rewritten, discardable   shares in percent, 100 in all; those not given are 0
+  lastbyte=N     N% of the common pages differ from the others' in their last byte
+  stretch=N      N% of the common pages are one content, 0xcc, in long stretches
+  order=...      in-order; shuffled (runs of 16 pages change places); scattered (single pages do)
+  rest=MS        how long a rewritten page rests before all guests increment its counters again
+  times=N        how often they are incremented then
+  slices=N       into how many parts the rewritten pages are cut; one is rewritten while the others rest
+
+Presets:
+{presets}
+Examples:
+  mini-vmm --verify
+  mini-vmm --guests 4 --mem 128M --seconds 20 --verify --json
+  mini-vmm --seconds 60 --recipe lockstep --verify
+  mini-vmm --seconds 60 --recipe chaos --chaos --verify
+  mini-vmm --recipe poison,order=scattered,rest=500
+
+Exit status:
+  0  done; with --verify: and every page held what it must
+  1  a page was lost, a guest or the engine failed
+  2  the command line makes no sense
+  3  this host lacks what is needed to run anything at all"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+        let args = Args::try_parse_from(["mini-vmm"]).unwrap();
+        assert_eq!((args.guests, args.mem.pages()), (4, 32_768));
+    }
+
+    #[test]
+    fn sizes_are_read_with_their_unit() {
+        for (text, pages) in [
+            ("128M", 32_768),
+            ("1g", 262_144),
+            ("1048576", 256),
+            ("2048K", 512),
+        ] {
+            assert_eq!(text.parse::<MemSize>().unwrap().pages(), pages, "{text}");
+        }
+        for text in ["", "M", "12Q", "100K", "65G", "1048577", "99999999999G"] {
+            assert!(text.parse::<MemSize>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn mistakes_are_refused() {
+        for wrong in [
+            &["--guests", "0"][..],
+            &["--recipe", "common=50"],
+            &["--chaos", "--no-dedup"],
+            &["--busy", "101"],
+        ] {
+            let line = ["mini-vmm"].iter().chain(wrong);
+            assert!(Args::try_parse_from(line).is_err(), "{wrong:?}");
+        }
+    }
+}

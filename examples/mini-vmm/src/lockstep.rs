@@ -1,0 +1,101 @@
+//! [`Lockstep`]: when which guest rewrites which part of its pages.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::recipe::Recipe;
+
+/// Keeps guests in step without stopping any: time is cut in ticks, in each
+/// tick every guest rewrites the next slice of its lockstep list, and no guest
+/// begins a tick before all have ended the one before. A guest that must wait
+/// does something else meanwhile.
+#[derive(Debug)]
+pub(crate) struct Lockstep {
+    start: Instant,
+    tick: Duration,
+    slices: u64,
+    /// Length of every guest's lockstep list.
+    pages: u64,
+    /// Ticks that each guest has ended.
+    ended: Vec<AtomicU64>,
+}
+
+impl Lockstep {
+    /// Guests begin their first tick now.
+    pub(crate) fn new(recipe: &Recipe, pages: u64, guests: usize) -> Self {
+        let slices = u64::from(recipe.slices).min(pages.max(1));
+        let rest = Duration::from_millis(u64::from(recipe.rest_millisecs));
+        Self {
+            start: Instant::now(),
+            tick: rest / u32::try_from(slices).expect("not more than the recipe's"),
+            slices,
+            pages,
+            ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// How many slices there are.
+    pub(crate) const fn slices(&self) -> u64 {
+        self.slices
+    }
+
+    /// The slice that `guest` is to rewrite now, if it is time.
+    pub(crate) fn due(&self, guest: usize) -> Option<u64> {
+        let mine = self.ended[guest].load(Ordering::Acquire);
+        let all_here = self
+            .ended
+            .iter()
+            .all(|ended| ended.load(Ordering::Acquire) >= mine);
+        let ticks = u32::try_from(mine).unwrap_or(u32::MAX);
+        let in_time = self.start.elapsed() >= self.tick.saturating_mul(ticks);
+        (self.pages > 0 && all_here && in_time).then_some(mine % self.slices)
+    }
+
+    /// Says that `guest` has rewritten its slice.
+    pub(crate) fn end_tick(&self, guest: usize) {
+        self.ended[guest].fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The part of the lockstep list that is slice number `slice`.
+    pub(crate) const fn places(&self, slice: u64) -> Range<u64> {
+        slice * self.pages / self.slices..(slice + 1) * self.pages / self.slices
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lockstep(pages: u64) -> Lockstep {
+        let recipe = "default,rest=1,slices=7".parse().unwrap();
+        Lockstep::new(&recipe, pages, 2)
+    }
+
+    #[test]
+    fn slices_cover_the_list_once() {
+        for pages in [1, 6, 7, 100] {
+            let lockstep = lockstep(pages);
+            let places: Vec<_> = (0..lockstep.slices())
+                .flat_map(|slice| lockstep.places(slice))
+                .collect();
+            assert_eq!(places, (0..pages).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn nobody_runs_ahead_by_more_than_a_tick() {
+        let lockstep = lockstep(100);
+        assert_eq!(lockstep.due(0), Some(0));
+        lockstep.end_tick(0);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(lockstep.due(0), None, "guest 1 is not there yet");
+        lockstep.end_tick(1);
+        assert_eq!(lockstep.due(0), Some(1));
+    }
+
+    #[test]
+    fn without_rewritten_pages_nothing_is_ever_due() {
+        assert_eq!(lockstep(0).due(0), None);
+    }
+}

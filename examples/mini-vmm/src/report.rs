@@ -1,0 +1,277 @@
+//! [`Report`]: what came of a run, as tables and as JSON.
+
+use comfy_table::{Cell, CellAlignment, Table};
+use indicatif::BinaryBytes;
+use ksm_core::page::bytes_in;
+use serde::Serialize;
+
+use crate::chaos::ChaosTally;
+use crate::guest::Tally;
+
+/// How one guest stands.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct GuestReport {
+    /// Its number.
+    pub(crate) guest: usize,
+    /// Memory that maps frames as shared.
+    pub(crate) merged_bytes: u64,
+    /// Memory that maps the host's page of zeros.
+    pub(crate) zero_bytes: u64,
+    /// Memory of its own.
+    pub(crate) private_bytes: u64,
+    /// Its part of what is saved.
+    pub(crate) saved_bytes: u64,
+    /// Pages whose content the guest has checked.
+    pub(crate) pages_checked: u64,
+    /// Stores whose effect the guest has checked.
+    pub(crate) stores_checked: u64,
+    /// Pages that did not hold what they must.
+    pub(crate) lost_pages: u64,
+}
+
+impl GuestReport {
+    /// One guest of `pages` pages by its own tally and, if it is registered, the
+    /// engine's counters. Of a frame's memory every sharer pays its part.
+    pub(crate) fn new(
+        guest: usize,
+        pages: u64,
+        tally: Tally,
+        counters: Option<(&ksm_core::MemoryStats, &ksm_core::Stats)>,
+    ) -> Self {
+        let (merged, zero, saved) = counters.map_or((0, 0, 0), |(mine, all)| {
+            let merging = mine.ksm_merging_pages;
+            let sharers = (all.pages_shared + all.pages_sharing).max(1);
+            let saved = mine.ksm_zero_pages + merging * all.pages_sharing / sharers;
+            (merging, mine.ksm_zero_pages, saved)
+        });
+        Self {
+            guest,
+            merged_bytes: bytes_in(merged),
+            zero_bytes: bytes_in(zero),
+            private_bytes: bytes_in(pages.saturating_sub(merged + zero)),
+            saved_bytes: bytes_in(saved),
+            pages_checked: tally.pages_checked,
+            stores_checked: tally.stores_checked,
+            lost_pages: tally.lost_pages,
+        }
+    }
+
+    /// One line of progress.
+    pub(crate) fn line(&self) -> String {
+        let mib = |bytes: u64| bytes >> 20;
+        format!(
+            "guest {:>2}: merged {:>5} MiB, zero {:>5}, private {:>5}, saved {:>5} | checked {} pages, {} stores, {} lost",
+            self.guest,
+            mib(self.merged_bytes),
+            mib(self.zero_bytes),
+            mib(self.private_bytes),
+            mib(self.saved_bytes),
+            self.pages_checked,
+            self.stores_checked,
+            self.lost_pages,
+        )
+    }
+}
+
+/// What came of a run.
+///
+/// `before` is when all guests had filled their memory and nothing was
+/// registered yet; `after` is at the end, guests paused and the scanner stopped,
+/// after as many passes as it takes to merge what rests.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Report {
+    /// `kvm` or `host-threads`.
+    pub(crate) mode: &'static str,
+    /// `linux` or `none`.
+    pub(crate) engine: &'static str,
+    /// How many guests ran.
+    pub(crate) guests: u8,
+    /// Memory of each that could be merged.
+    pub(crate) guest_bytes: u64,
+    /// What they filled it with.
+    pub(crate) recipe: String,
+    /// What everything was drawn from.
+    pub(crate) seed: u64,
+    /// Whether all pages held what they must; null if it was not asked.
+    pub(crate) verified: Option<bool>,
+    /// Pages that guests checked, word by word.
+    pub(crate) pages_checked: u64,
+    /// Stores that guests checked.
+    pub(crate) stores_checked: u64,
+    /// Pages that did not hold what they must, as guests or VMM found.
+    pub(crate) lost_pages: u64,
+    /// Anonymous memory of the process and memory of the stores, before.
+    pub(crate) resident_before_bytes: u64,
+    /// The same, after.
+    pub(crate) resident_after_bytes: u64,
+    /// The host's free memory, before.
+    pub(crate) free_before_bytes: u64,
+    /// The same, after.
+    pub(crate) free_after_bytes: u64,
+    /// What the engine's counters say is saved.
+    pub(crate) saved_bytes: u64,
+    /// What the recipe lets be saved at most.
+    pub(crate) mergeable_bytes: u64,
+    /// What the engine's own records take.
+    pub(crate) metadata_bytes: u64,
+    /// Saved less spent on records.
+    pub(crate) general_profit: i64,
+    /// Frames that are mapped as shared.
+    pub(crate) pages_shared: u64,
+    /// Pages that map them beyond the first of each.
+    pub(crate) pages_sharing: u64,
+    /// Zero pages that the engine made.
+    pub(crate) zero_pages: u64,
+    /// Pages looked at.
+    pub(crate) pages_scanned: u64,
+    /// Passes over all guests.
+    pub(crate) full_scans: u64,
+    /// Merged pages that a guest wrote to.
+    pub(crate) cow_breaks: u64,
+    /// Merges of pages that guests rewrite: those that were written to again
+    /// (nothing else is written to while it is merged), and those that are
+    /// merged now.
+    pub(crate) rewritten_merges: u64,
+    /// Mappings of the process, after.
+    pub(crate) vmas: u64,
+    /// When the savings first reached 95% of the most they came to while guests
+    /// worked, counted from the scanner's start; null without savings.
+    pub(crate) seconds_to_settle: Option<f64>,
+    /// Processor time of the process, vCPUs included, while guests worked.
+    pub(crate) cpu_seconds: f64,
+    /// What `--chaos` did.
+    pub(crate) chaos: Option<ChaosTally>,
+    /// What became of the pages looked at, by the engine's names.
+    pub(crate) outcomes: std::collections::BTreeMap<&'static str, u64>,
+    /// What was missing on this host.
+    pub(crate) notes: Vec<String>,
+    /// Guest by guest.
+    pub(crate) by_guest: Vec<GuestReport>,
+}
+
+impl Report {
+    /// Whether the run was good: nothing lost, and verified if that was asked.
+    pub(crate) fn is_good(&self) -> bool {
+        self.lost_pages == 0 && self.verified != Some(false)
+    }
+
+    /// One line of JSON.
+    pub(crate) fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(self)
+    }
+
+    /// Tables for people.
+    pub(crate) fn tables(&self) -> String {
+        format!(
+            "{}\n{}\n{}",
+            self.guest_table(),
+            self.memory_table(),
+            self.summary()
+        )
+    }
+
+    fn guest_table(&self) -> Table {
+        let mut table = Table::new();
+        table.set_header([
+            "guest",
+            "merged",
+            "zero",
+            "private",
+            "saved",
+            "pages checked",
+            "stores checked",
+            "lost",
+        ]);
+        for guest in &self.by_guest {
+            let bytes = [
+                guest.merged_bytes,
+                guest.zero_bytes,
+                guest.private_bytes,
+                guest.saved_bytes,
+            ];
+            let counts = [guest.pages_checked, guest.stores_checked, guest.lost_pages];
+            let cells = std::iter::once(guest.guest.to_string())
+                .chain(bytes.map(|bytes| BinaryBytes(bytes).to_string()))
+                .chain(counts.map(|count| count.to_string()));
+            table.add_row(cells.map(right));
+        }
+        table
+    }
+
+    fn memory_table(&self) -> Table {
+        let mut table = Table::new();
+        table.set_header(["", "before", "after", "difference", "of what counters say"]);
+        let resident =
+            self.resident_before_bytes.cast_signed() - self.resident_after_bytes.cast_signed();
+        let free = self.free_after_bytes.cast_signed() - self.free_before_bytes.cast_signed();
+        for (name, before, after, saved) in [
+            (
+                "resident",
+                self.resident_before_bytes,
+                self.resident_after_bytes,
+                resident,
+            ),
+            (
+                "free on host",
+                self.free_before_bytes,
+                self.free_after_bytes,
+                free,
+            ),
+        ] {
+            let sign = if saved < 0 { "-" } else { "" };
+            table.add_row([
+                Cell::new(name),
+                right(BinaryBytes(before).to_string()),
+                right(BinaryBytes(after).to_string()),
+                right(format!("{sign}{}", BinaryBytes(saved.unsigned_abs()))),
+                right(percent(saved, self.saved_bytes.cast_signed())),
+            ]);
+        }
+        table
+    }
+
+    fn summary(&self) -> String {
+        let settled = self
+            .seconds_to_settle
+            .map_or("never".to_owned(), |seconds| {
+                format!("after {seconds:.1} s")
+            });
+        let verified = match self.verified {
+            Some(true) => "verified: every page holds what it must",
+            Some(false) => "NOT VERIFIED",
+            None => "not verified (--verify)",
+        };
+        format!(
+            "saved {} of {} that are equal ({} frames, {} pages beyond them, {} zero pages, {} VMAs), settled {settled}\n\
+             {} pages scanned in {} passes, {} merges of rewritten pages, CPU {:.1} s, records {}\n\
+             {} pages and {} stores checked, {} lost; {verified}",
+            BinaryBytes(self.saved_bytes),
+            BinaryBytes(self.mergeable_bytes),
+            self.pages_shared,
+            self.pages_sharing,
+            self.zero_pages,
+            self.vmas,
+            self.pages_scanned,
+            self.full_scans,
+            self.rewritten_merges,
+            self.cpu_seconds,
+            BinaryBytes(self.metadata_bytes),
+            self.pages_checked,
+            self.stores_checked,
+            self.lost_pages,
+        )
+    }
+}
+
+fn right(text: String) -> Cell {
+    Cell::new(text).set_alignment(CellAlignment::Right)
+}
+
+fn percent(part: i64, whole: i64) -> String {
+    if whole == 0 {
+        return "-".to_owned();
+    }
+    #[allow(clippy::cast_precision_loss, reason = "shown with one decimal")]
+    let percent = part as f64 * 100.0 / whole as f64;
+    format!("{percent:.1}%")
+}

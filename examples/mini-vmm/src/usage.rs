@@ -1,0 +1,53 @@
+//! [`Usage`]: what this process takes of the host's memory and processors.
+
+use std::time::Duration;
+
+use anyhow::Context as _;
+use procfs::process::Process;
+use procfs::{Current as _, Meminfo};
+use rustix::time::{ClockId, clock_gettime};
+
+/// Memory in use at one moment.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Usage {
+    /// Anonymous memory of this process (`RssAnon` in `/proc/self/status`) and
+    /// what the engine's stores hold, in bytes. The memory of a store is counted
+    /// once, however often it is mapped.
+    pub(crate) resident_bytes: u64,
+    /// Free memory of the host (`MemFree` in `/proc/meminfo`), in bytes.
+    pub(crate) free_bytes: u64,
+    /// Mappings of this process.
+    pub(crate) vmas: u64,
+}
+
+impl Usage {
+    /// Looks now. `store_bytes` is what the engine's stores hold.
+    pub(crate) fn now(store_bytes: u64) -> anyhow::Result<Self> {
+        let myself = Process::myself()?;
+        let status = myself.status().context("/proc/self/status")?;
+        let anonymous = status
+            .rssanon
+            .context("/proc/self/status has no RssAnon: Linux 4.5 or later is needed")?;
+        Ok(Self {
+            resident_bytes: anonymous * 1024 + store_bytes,
+            free_bytes: Meminfo::current().context("/proc/meminfo")?.mem_free,
+            vmas: myself.maps().context("/proc/self/maps")?.len() as u64,
+        })
+    }
+}
+
+/// Memory that the host can give without swapping (`MemAvailable`).
+pub(crate) fn available_bytes() -> anyhow::Result<u64> {
+    let info = Meminfo::current().context("/proc/meminfo cannot be read")?;
+    info.mem_available
+        .context("/proc/meminfo has no MemAvailable")
+}
+
+/// Processor time that this process has used, in user and system mode, its
+/// vCPUs included.
+pub(crate) fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    let nanos = u32::try_from(time.tv_nsec).unwrap_or(0);
+    Duration::new(seconds, nanos)
+}

@@ -1,0 +1,195 @@
+//! The scanning thread panics, or vanishes, at every step of a merge of real
+//! memory while vCPUs write to it: they run on, and no byte is lost.
+#![cfg(feature = "fault-injection")]
+
+mod linux_common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use ksm_core::backend::linux::{LinuxBackend, StopMethod};
+use ksm_core::fault::{Hook, Step, set_hook};
+use ksm_core::page::{PageBuf, PageIndex};
+use ksm_core::{Config, Ksm, RegionOptions};
+use linux_common::{Guest, METHODS, backend, full_of, pages};
+use vm_memory::{Bytes, MemoryRegionAddress};
+
+const PAGES: u64 = 24;
+/// Where the vCPUs write, in every page.
+const OFFSET: u64 = 8;
+const WRITTEN: u8 = 0xee;
+
+struct World {
+    ksm: Arc<Ksm<LinuxBackend>>,
+    guests: [Guest; 2],
+}
+
+/// What a page holds, as one byte all over.
+fn content(page: u64) -> u8 {
+    match page {
+        0 => 100,
+        2 => 0,
+        page if page >= PAGES - 4 => 0,
+        page => 1 + page as u8,
+    }
+}
+
+/// One pass before the merge of new pages, zero pages and copied pages, one of
+/// which is again what the frame below it holds.
+fn world(method: StopMethod) -> World {
+    let ksm = Ksm::new(backend(method), Config::default()).unwrap();
+    let domain = ksm.create_domain().unwrap();
+    let guests = [Guest::new(PAGES), Guest::new(PAGES)];
+    for guest in &guests {
+        let space = ksm.create_space(domain).unwrap();
+        let options = RegionOptions { dma_guarded: true };
+        ksm.register(space, guest.source(), options).unwrap();
+        (0..PAGES / 2).for_each(|page| guest.fill(page, 1 + page as u8));
+    }
+    while ksm.stats().full_scans < 2 {
+        ksm.scan(1 << 20).unwrap();
+    }
+    assert_eq!(ksm.stats().pages_shared, PAGES / 2);
+    for guest in &guests {
+        for page in (PAGES / 2..PAGES).chain([0, 2]) {
+            guest.fill(page, 7);
+            guest.fill(page, content(page));
+        }
+    }
+    guests[0].fill(1, 100);
+    guests[0].fill(1, content(1));
+    ksm.scan(1 << 20).unwrap();
+    World {
+        ksm: Arc::new(ksm),
+        guests,
+    }
+}
+
+impl World {
+    /// Each vCPU writes to every page of its guest; none may be left waiting,
+    /// and no write and no other byte may be lost. `meanwhile` runs while they
+    /// try.
+    fn vcpus_run_on(&self, when: &str, meanwhile: impl FnOnce()) {
+        let vcpus = [0, 1].map(|number: usize| {
+            let region = Arc::clone(&self.guests[number].0);
+            linux_common::Vcpu::new(move || {
+                for page in pages(0, PAGES).iter() {
+                    let at = MemoryRegionAddress(page.byte_offset() + OFFSET);
+                    region.write_obj(WRITTEN, at).unwrap();
+                }
+            })
+        });
+        meanwhile();
+        for vcpu in vcpus {
+            vcpu.runs_on();
+        }
+        self.ksm
+            .check()
+            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        for (number, guest) in self.guests.iter().enumerate() {
+            for page in 0..PAGES {
+                let mut expected = full_of(content(page));
+                expected.bytes_mut()[OFFSET as usize] = WRITTEN;
+                let mut is = PageBuf::zeroed();
+                let at = MemoryRegionAddress(PageIndex(page).byte_offset());
+                guest.0.read_slice(is.bytes_mut(), at).unwrap();
+                assert_eq!(is, expected, "{when}: guest {number} page {page}");
+                guest.fill(page, content(page));
+            }
+        }
+    }
+
+    /// The engine does what is left.
+    fn finish(&self, when: &str) {
+        for _ in 0..4 {
+            self.ksm.scan(1 << 20).unwrap();
+        }
+        self.ksm
+            .check()
+            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        let stats = self.ksm.stats();
+        let sharing = (
+            stats.pages_shared,
+            stats.pages_sharing,
+            stats.ksm_zero_pages,
+        );
+        assert_eq!(sharing, (PAGES - 5, PAGES - 5, 10), "{when}");
+    }
+}
+
+/// A hook that acts at the `nth` time that `step` is taken.
+fn at(step: Step, nth: usize, act: impl Fn() + 'static) -> Option<Hook> {
+    let mut left = nth;
+    Some(Box::new(move |now| {
+        if now == step && left > 0 {
+            left -= 1;
+            if left == 0 {
+                act();
+            }
+        }
+    }))
+}
+
+/// How often a whole pass takes each step.
+fn times_taken(method: StopMethod, step: Step) -> usize {
+    let world = world(method);
+    let (count, counted) = mpsc::channel();
+    set_hook(Some(Box::new(move |now| {
+        if now == step {
+            count.send(()).unwrap();
+        }
+    })));
+    world.ksm.scan(1 << 20).unwrap();
+    set_hook(None);
+    counted.iter().count()
+}
+
+#[test]
+fn vcpus_run_on_after_a_panic_at_any_step() {
+    for method in METHODS {
+        for step in Step::ALL {
+            for nth in 1..=times_taken(method, step) {
+                let world = world(method);
+                set_hook(at(step, nth, || panic!("injected")));
+                let scan = catch_unwind(AssertUnwindSafe(|| world.ksm.scan(1 << 20)));
+                set_hook(None);
+                let when = format!("{method:?}: panic at {step:?} {nth}");
+                scan.expect_err(&when);
+                world.vcpus_run_on(&when, || ());
+                world.finish(&when);
+            }
+        }
+    }
+}
+
+#[test]
+fn vcpus_run_on_after_the_thread_has_vanished_at_any_step() {
+    for method in METHODS {
+        for step in Step::ALL {
+            for nth in 1..=times_taken(method, step) {
+                let world = world(method);
+                let ksm = Arc::clone(&world.ksm);
+                let (gone, when_gone) = mpsc::channel();
+                thread::spawn(move || {
+                    set_hook(at(step, nth, move || {
+                        gone.send(thread::current().id()).unwrap();
+                        // Never runs again, and never unwinds.
+                        loop {
+                            thread::park();
+                        }
+                    }));
+                    ksm.scan(1 << 20)
+                });
+                let dead = when_gone.recv().unwrap();
+                let when = format!("{method:?}: gone at {step:?} {nth}");
+                world.vcpus_run_on(&when, || {
+                    // Some of the vCPUs' writes come before, some wait.
+                    thread::yield_now();
+                    assert!(world.ksm.recover(dead) >= 1, "{when}");
+                });
+                world.finish(&when);
+            }
+        }
+    }
+}
