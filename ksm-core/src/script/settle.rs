@@ -62,8 +62,7 @@ impl<H: Host> Runner<H> {
         let zeros = census.zeros..=census.zeros + census.perhaps_zeros;
         let found = stats.ksm_zero_pages;
         demand(zeros.contains(&found), &format!("{found} are zero"))?;
-        // The engine is not told when a page is dropped behind its back.
-        let unsure = census.unfit + census.perhaps_zeros;
+        let unsure = census.unfit;
         let courting = census.courting();
         let alone = stats.pages_unshared + merged - duplicates;
         demand(

@@ -65,8 +65,9 @@ impl Host for SimHost {
         guest.read(page)
     }
 
-    fn peek(&mut self, guest: &SimGuest, page: PageIndex) -> PageBuf {
-        guest.peek(page).expect("nothing is out between operations")
+    fn peek(&mut self, guest: &SimGuest, page: PageIndex) -> Option<PageBuf> {
+        let bytes = guest.peek(page);
+        Some(bytes.expect("nothing is out between operations"))
     }
 
     fn meddle(&mut self, guest: &SimGuest, range: PageRange, how: Meddling) -> Option<PageRange> {
