@@ -289,6 +289,8 @@ fn measure(report: &mut Report, before: Usage, dedup: Option<&Dedup>) -> anyhow:
     let after = Usage::now(store.unwrap_or(0))?;
     report.resident_before_bytes = before.resident_bytes;
     report.resident_after_bytes = after.resident_bytes;
+    report.huge_before_bytes = before.huge_bytes;
+    report.huge_after_bytes = after.huge_bytes;
     report.free_before_bytes = before.free_bytes;
     report.free_after_bytes = after.free_bytes;
     report.vmas = after.vmas;
