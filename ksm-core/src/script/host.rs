@@ -76,9 +76,10 @@ pub trait Host {
     /// The guest reads a page.
     fn read(&mut self, guest: &Self::Guest, page: PageIndex) -> PageBuf;
 
-    /// Looks at a page's bytes with as little effect as possible.
-    fn peek(&mut self, guest: &Self::Guest, page: PageIndex) -> PageBuf {
-        self.read(guest, page)
+    /// Looks at a page's bytes with as little effect as possible, for a check;
+    /// `None` to leave this page out.
+    fn peek(&mut self, guest: &Self::Guest, page: PageIndex) -> Option<PageBuf> {
+        Some(self.read(guest, page))
     }
 
     /// Meddles with pages; with one only where [`Meddling`] says so. Returns `None` if this host cannot, or it does not

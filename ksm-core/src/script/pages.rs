@@ -61,7 +61,7 @@ impl<H: Host> Runner<H> {
             let Memory { guest, oracle } = &mut self.memories[memory];
             if done.is_ok() {
                 oracle.set(page, Cell::Absent);
-            } else if self.host.peek(guest, page).is_zero() {
+            } else if self.host.read(guest, page).is_zero() {
                 // Dropped before the host refused to go on, or not.
                 oracle.set(page, Cell::Dropped);
             }

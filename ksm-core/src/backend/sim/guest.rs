@@ -8,6 +8,7 @@ use super::config::Stop;
 use super::page::{Bytes, Hold, SimPageState, Write};
 use super::region::Waiter;
 use super::world::World;
+use crate::backend::PageState;
 use crate::page::{PageBuf, PageIndex, PageRange};
 
 /// Whether a write was done.
@@ -132,6 +133,13 @@ impl SimGuest {
     #[must_use]
     pub fn state(&self, page: PageIndex) -> SimPageState {
         self.host.lock().regions[self.region].page(page).state()
+    }
+
+    /// What the page map says of a page, as in
+    /// [`Memory::populated`](crate::backend::Memory::populated).
+    #[must_use]
+    pub fn mapped(&self, page: PageIndex) -> Option<PageState> {
+        self.host.lock().regions[self.region].page(page).mapped()
     }
 
     /// Pages in `state`.
