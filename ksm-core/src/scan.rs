@@ -149,7 +149,7 @@ impl<B: Backend> Window<'_, '_, B> {
         let record = self.region.pages().get(page);
         let own_bytes = matches!(state, PageState::Private | PageState::Swapped);
         match record.class {
-            Class::Merged(_) if own_bytes => self.guard.note_copied(page),
+            Class::Merged(_) if own_bytes => self.guard.note_cow_break(page),
             Class::Zero if own_bytes => self.region.pages().update(page, |record| {
                 record.class = Class::Volatile;
                 record.fingerprint = None;

@@ -25,16 +25,15 @@ impl Host {
     /// Looks at what there is, as far as `args` want it.
     pub(crate) fn look(args: &Args) -> Self {
         let mut notes = Vec::new();
-        let kvm = if args.host_threads {
+        let mut kvm = if args.host_threads {
             None
         } else {
             noted(&mut notes, open_kvm())
         };
-        let backend = if args.no_dedup {
-            None
-        } else {
-            noted(&mut notes, LinuxBackend::open().map_err(no_engine))
-        };
+        let mut backend = None;
+        if !args.no_dedup {
+            backend = open_backend(&mut notes, &mut kvm);
+        }
         if args.thp == Thp::Always && thp_is_off() {
             notes.push(format!(
                 "--thp always has no effect: the system allows no huge pages. Do `echo madvise > {THP_ENABLED}` as root."
@@ -79,10 +78,33 @@ fn open_kvm() -> Result<Kvm, String> {
     Ok(kvm)
 }
 
-fn no_engine(error: OpenError) -> String {
+/// Without the right to stop KVM's writes, guests cannot run under KVM and be
+/// merged. Host threads can, without any right.
+fn open_backend(notes: &mut Vec<String>, kvm: &mut Option<Kvm>) -> Option<LinuxBackend> {
+    let error = match LinuxBackend::open() {
+        Ok(backend) => return Some(backend),
+        Err(error) => error,
+    };
+    let in_user_mode = match &error {
+        OpenError::UserfaultfdNotPermitted(_) => LinuxBackend::open_user_mode().ok(),
+        _ => None,
+    };
+    if in_user_mode.is_some() && kvm.take().is_some() {
+        notes.push(format!(
+            "KVM's writes to guest memory cannot be stopped. Guests are host threads instead. {}.",
+            explained(&error)
+        ));
+    } else if in_user_mode.is_none() {
+        notes.push(format!("Nothing is merged: {}.", explained(&error)));
+    }
+    in_user_mode
+}
+
+/// An error with its cause.
+fn explained(error: &OpenError) -> String {
     let cause =
-        std::error::Error::source(&error).map_or(String::new(), |cause| format!(" ({cause})"));
-    format!("Nothing is merged: {error}{cause}.")
+        std::error::Error::source(error).map_or(String::new(), |cause| format!(" ({cause})"));
+    format!("{error}{cause}")
 }
 
 fn thp_is_off() -> bool {

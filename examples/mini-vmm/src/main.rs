@@ -26,6 +26,7 @@ mod ram;
 mod recipe;
 mod report;
 mod run;
+mod savings;
 mod usage;
 mod verify;
 mod vm;

@@ -40,7 +40,8 @@ pub(crate) fn run_guests(
         loop {
             let ended = threads.iter().filter(|thread| thread.is_finished()).count();
             // A failed glance must not keep guests from being waited for.
-            glanced = glanced.and_then(|()| glance(ended));
+            let now = glance(ended);
+            glanced = glanced.and(now);
             if ended == threads.len() {
                 break;
             }

@@ -104,6 +104,10 @@ pub(crate) struct Report {
     pub(crate) resident_before_bytes: u64,
     /// The same, after.
     pub(crate) resident_after_bytes: u64,
+    /// Anonymous memory of the process that is in huge pages, before.
+    pub(crate) huge_before_bytes: u64,
+    /// The same, after.
+    pub(crate) huge_after_bytes: u64,
     /// The host's free memory, before.
     pub(crate) free_before_bytes: u64,
     /// The same, after.

@@ -6,8 +6,8 @@ use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use ksm_core::Config;
 use ksm_core::page::bytes_in;
-use ksm_core::{Config, Stats};
 use ksm_vmm_glue::Pacing;
 
 use crate::args::{Args, Thp};
@@ -24,12 +24,9 @@ use crate::plan::{Plan, mergeable_pages};
 use crate::progress::Progress;
 use crate::ram::Ram;
 use crate::report::{GuestReport, Report};
+use crate::savings::Savings;
 use crate::usage::{Usage, cpu_time};
 use crate::vm::KvmCpu;
-
-/// How much of the savings must be there for a run to count as settled, in
-/// percent.
-const SETTLED_PERCENT: u64 = 95;
 
 /// How long guests have to come to an end together. It is not used up unless one
 /// of them has failed.
@@ -40,6 +37,15 @@ struct Cast {
     guests: Vec<Guest>,
     sides: Vec<Arc<GuestSide>>,
     targets: Vec<Target>,
+}
+
+impl Cast {
+    fn rams(&self) -> Vec<Ram> {
+        self.guests
+            .iter()
+            .map(|guest| guest.ram().clone())
+            .collect()
+    }
 }
 
 /// Runs guests as `args` say, on what `host` has.
@@ -153,11 +159,7 @@ fn register(
         pages_to_scan: args.pages_to_scan,
         sleep_millisecs: args.sleep_millisecs,
     };
-    let rams: Vec<Ram> = cast
-        .guests
-        .iter()
-        .map(|guest| guest.ram().clone())
-        .collect();
+    let rams = cast.rams();
     Dedup::new(backend, config, pacing, args.isolate, &rams)
 }
 
@@ -175,11 +177,7 @@ fn work_for_a_while(
     let mut savings = Savings::default();
     let scanner = dedup.map(Dedup::start_scanner).transpose()?;
     let calm = AtomicBool::new(false);
-    let rams: Vec<Ram> = cast
-        .guests
-        .iter()
-        .map(|guest| guest.ram().clone())
-        .collect();
+    let rams = cast.rams();
 
     let done = std::thread::scope(|scope| {
         let mut chaos = dedup.filter(|_| args.chaos).map(|dedup| {
@@ -206,7 +204,7 @@ fn work_for_a_while(
                 }
                 let stats = dedup.map(Dedup::stats);
                 if let Some(stats) = &stats {
-                    savings.sample(start.elapsed(), stats);
+                    savings.sample(start.elapsed(), stats.saved_bytes());
                 }
                 if progress.is_due() {
                     progress.show(&guest_reports(&rams, dedup)?, stats.as_ref());
@@ -230,23 +228,6 @@ fn joined(chaos: ScopedJoinHandle<'_, anyhow::Result<ChaosTally>>) -> anyhow::Re
     tally
         .map_err(|_| anyhow::anyhow!("the disturbing thread panicked"))?
         .context("a disturbance failed")
-}
-
-/// Savings over time.
-#[derive(Default)]
-struct Savings(Vec<(Duration, u64)>);
-
-impl Savings {
-    fn sample(&mut self, at: Duration, stats: &Stats) {
-        self.0.push((at, stats.saved_bytes()));
-    }
-
-    fn seconds_to_settle(&self) -> Option<f64> {
-        let most = self.0.iter().map(|(_, saved)| *saved).max()?;
-        let enough = most / 100 * SETTLED_PERCENT;
-        let first = self.0.iter().find(|(_, saved)| *saved >= enough);
-        first.filter(|_| most > 0).map(|(at, _)| at.as_secs_f64())
-    }
 }
 
 fn guest_reports(rams: &[Ram], dedup: Option<&Dedup>) -> anyhow::Result<Vec<GuestReport>> {
@@ -289,6 +270,8 @@ fn measure(report: &mut Report, before: Usage, dedup: Option<&Dedup>) -> anyhow:
     let after = Usage::now(store.unwrap_or(0))?;
     report.resident_before_bytes = before.resident_bytes;
     report.resident_after_bytes = after.resident_bytes;
+    report.huge_before_bytes = before.huge_bytes;
+    report.huge_after_bytes = after.huge_bytes;
     report.free_before_bytes = before.free_bytes;
     report.free_after_bytes = after.free_bytes;
     report.vmas = after.vmas;
@@ -307,11 +290,7 @@ fn check(
     if args.verify {
         run_guests(&mut cast.guests, &cast.sides, Guest::check_all, |_| Ok(()))?;
     }
-    let rams: Vec<Ram> = cast
-        .guests
-        .iter()
-        .map(|guest| guest.ram().clone())
-        .collect();
+    let rams = cast.rams();
     report.by_guest = guest_reports(&rams, dedup)?;
     for (guest, mine) in cast.guests.iter().zip(&mut report.by_guest) {
         if args.verify {

@@ -16,6 +16,8 @@ pub(crate) struct Usage {
     pub(crate) resident_bytes: u64,
     /// Free memory of the host (`MemFree` in `/proc/meminfo`), in bytes.
     pub(crate) free_bytes: u64,
+    /// Anonymous memory of this process that is in huge pages, in bytes.
+    pub(crate) huge_bytes: u64,
     /// Mappings of this process.
     pub(crate) vmas: u64,
 }
@@ -31,9 +33,21 @@ impl Usage {
         Ok(Self {
             resident_bytes: anonymous * 1024 + store_bytes,
             free_bytes: Meminfo::current().context("/proc/meminfo")?.mem_free,
+            huge_bytes: huge_bytes(&myself),
             vmas: myself.maps().context("/proc/self/maps")?.len() as u64,
         })
     }
+}
+
+/// `AnonHugePages` of `/proc/self/smaps_rollup`; 0 on kernels without it.
+fn huge_bytes(myself: &Process) -> u64 {
+    let rollup = myself.smaps_rollup().ok();
+    rollup
+        .and_then(|rollup| {
+            let map = rollup.memory_map_rollup.0.into_iter().next()?;
+            map.extension.map.get("AnonHugePages").copied()
+        })
+        .unwrap_or(0)
 }
 
 /// Memory that the host can give without swapping (`MemAvailable`).

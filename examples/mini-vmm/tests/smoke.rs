@@ -1,9 +1,13 @@
 //! Runs the program as a user does, and reads what it prints.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
+use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Output};
 
 use serde_json::Value;
+
+/// A user without rights.
+const NOBODY: u32 = 65_534;
 
 fn mini_vmm(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_mini-vmm"))
@@ -14,16 +18,15 @@ fn mini_vmm(args: &str) -> Output {
 
 /// The last line of standard output, of a run that ended well.
 fn report(args: &str) -> Value {
-    let output = mini_vmm(&format!("{args} --verify --json"));
+    good_report(&mini_vmm(&format!("{args} --verify --json")))
+}
+
+fn good_report(output: &Output) -> Value {
     let (out, err) = (
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr),
     );
-    assert!(
-        output.status.success(),
-        "{args}: {}\n{err}{out}",
-        output.status
-    );
+    assert!(output.status.success(), "{}\n{err}{out}", output.status);
     let report: Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
     assert_eq!(report["verified"], true, "{out}");
     assert_eq!(report["lost_pages"], 0, "{out}");
@@ -95,6 +98,31 @@ fn without_dedup_nothing_is_merged() {
     let report = report("--no-dedup --guests 1 --mem 4M --seconds 1");
     assert_eq!(report["engine"], "none");
     assert_eq!(number(&report, "saved_bytes"), 0);
+}
+
+/// Without any right there is no KVM and nothing stops the kernel's writes, but
+/// host threads can still be merged.
+#[test]
+fn without_rights_host_threads_are_guests() {
+    assert!(
+        rustix::process::geteuid().is_root(),
+        "this test gives up root's rights, so it must be run as root"
+    );
+    // The build directory may be closed to others.
+    let program = std::env::temp_dir().join(format!("mini-vmm-{}", std::process::id()));
+    std::fs::copy(env!("CARGO_BIN_EXE_mini-vmm"), &program).unwrap();
+    let output = Command::new(&program)
+        .args(
+            "--guests 2 --mem 4M --seconds 2 --recipe default,rest=500 --verify --json".split(' '),
+        )
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output();
+    std::fs::remove_file(&program).unwrap();
+    let report = good_report(&output.unwrap());
+    assert_eq!(report["mode"], "host-threads");
+    assert!(report["notes"][0].as_str().unwrap().contains("/dev/kvm"));
+    saves_what_is_equal(&report);
 }
 
 #[test]

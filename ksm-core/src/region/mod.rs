@@ -168,6 +168,12 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         pages.set(page, record);
         drop(pages);
         self.region.domain.unshare(item);
+    }
+
+    /// The same, for a page found copied that nobody but the guest can have
+    /// copied.
+    pub(crate) fn note_cow_break(&self, page: PageIndex) {
+        self.note_copied(page);
         self.region.tally().cow_breaks += 1;
     }
 

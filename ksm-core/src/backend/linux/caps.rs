@@ -101,14 +101,36 @@ impl Fds {
     /// # Errors
     /// [`OpenError`] says which cannot be had, and how to get it.
     pub fn open() -> Result<Self, OpenError> {
+        Self::with_userfaultfd(open_userfaultfd()?)
+    }
+
+    /// Opens all of them, the userfaultfd with `UFFD_USER_MODE_ONLY`, which needs
+    /// no privilege.
+    pub(super) fn open_user_mode() -> Result<Self, OpenError> {
+        let user_mode_only = UserfaultfdFlags::from_bits_retain(raw::UFFD_USER_MODE_ONLY);
+        // SAFETY: as in `open_userfaultfd`.
+        let fd = unsafe { userfaultfd(USERFAULTFD_FLAGS | user_mode_only) };
+        Self::with_userfaultfd(fd.map_err(|errno| OpenError::NoUserfaultfd(errno.into()))?)
+    }
+
+    fn with_userfaultfd(userfaultfd: OwnedFd) -> Result<Self, OpenError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let proc_file = |path: &str| open(path, flags, Mode::empty()).map_err(io::Error::from);
         Ok(Self {
-            userfaultfd: open_userfaultfd()?,
+            userfaultfd,
             pagemap: proc_file("/proc/self/pagemap").map_err(OpenError::NoPagemap)?,
             smaps: proc_file("/proc/self/smaps").map_err(OpenError::NoSmaps)?,
         })
     }
+}
+
+/// Whose accesses to a stopped page must wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stops {
+    /// Everybody's, KVM's and system calls' among them: tried out at start.
+    Everybody,
+    /// Those of threads in user mode. The kernel's fail.
+    UserMode,
 }
 
 /// The kernel's side of a backend.
@@ -123,13 +145,15 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn new(fds: Fds, asked: StopMethod) -> Result<Self, OpenError> {
+    pub(super) fn new(fds: Fds, asked: StopMethod, stops: Stops) -> Result<Self, OpenError> {
         let uffd = Userfaultfd::initialise(fds.userfaultfd)
             .map_err(|errno| OpenError::NoWriteProtect(errno.into()))?;
         if asked == StopMethod::Move && !uffd.can_move() {
             return Err(OpenError::NoMove);
         }
-        stops_the_kernel(&uffd)?;
+        if stops == Stops::Everybody {
+            stops_the_kernel(&uffd)?;
+        }
         let pagemap =
             Pagemap::new(fds.pagemap).map_err(|errno| OpenError::NoPagemapScan(errno.into()))?;
         Ok(Self {
@@ -155,12 +179,15 @@ impl Host {
     }
 }
 
+const USERFAULTFD_FLAGS: UserfaultfdFlags =
+    UserfaultfdFlags::CLOEXEC.union(UserfaultfdFlags::NONBLOCK);
+
 /// userfaultfd(2), or /dev/userfaultfd, whose permissions an administrator can
 /// give to a group.
 fn open_userfaultfd() -> Result<OwnedFd, OpenError> {
     // UFFD_USER_MODE_ONLY would make it available to anybody, and would not
     // stop KVM's accesses (design fact 13).
-    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    let flags = USERFAULTFD_FLAGS;
     // SAFETY: a new descriptor that nobody else has; what is done with it is
     // justified where it is done.
     match unsafe { userfaultfd(flags) } {

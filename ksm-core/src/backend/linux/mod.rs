@@ -67,7 +67,7 @@ pub use store::LinuxStore;
 
 use super::{Backend, RegionOptions};
 use crate::error::{BackendError, RegisterError};
-use caps::Host;
+use caps::{Host, Stops};
 
 /// How long to wait before a call that must not fail is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(1);
@@ -89,6 +89,19 @@ impl LinuxBackend {
         Self::from_fds(Fds::open()?)
     }
 
+    /// Opens what an unprivileged process can have, for memory that only threads
+    /// of this process touch, in user mode: **not for KVM guests**. A system call
+    /// that is given a page while it is being merged fails with `EFAULT`.
+    ///
+    /// # Errors
+    /// As [`LinuxBackend::open`].
+    pub fn open_user_mode() -> Result<Self, OpenError> {
+        let host = Host::new(Fds::open_user_mode()?, StopMethod::Auto, Stops::UserMode)?;
+        Ok(Self {
+            host: Arc::new(host),
+        })
+    }
+
     /// Works with descriptors that were opened elsewhere, for a process in a
     /// jail.
     ///
@@ -105,7 +118,7 @@ impl LinuxBackend {
     /// [`OpenError`] when the descriptors or the kernel do not do what is needed.
     pub fn with_stop_method(fds: Fds, method: StopMethod) -> Result<Self, OpenError> {
         Ok(Self {
-            host: Arc::new(Host::new(fds, method)?),
+            host: Arc::new(Host::new(fds, method, Stops::Everybody)?),
         })
     }
 
