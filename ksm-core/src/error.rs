@@ -68,7 +68,7 @@ pub enum RegisterError {
     },
     /// It is locked, so that a merged page would be copied at once.
     #[error(
-        "guest memory at {address:#x} is locked (mlock, MCL_FUTURE): use mlock2(MLOCK_ONFAULT) or none"
+        "guest memory at {address:#x} is locked (mlock, MCL_FUTURE), so that a merged page would be copied at once: unlock it"
     )]
     Locked {
         /// Host address of the offending mapping.

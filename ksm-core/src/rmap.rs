@@ -28,6 +28,14 @@ struct RmapItem {
     previous: u32,
 }
 
+/// Makes room for `len` entries, an eighth more if that needs memory: records
+/// are to stay small beside what they save, and doubling would waste half.
+fn grow<T>(slab: &mut Vec<T>, len: usize) {
+    if slab.capacity() < len {
+        slab.reserve_exact(len + len / 8 + 64 - slab.len());
+    }
+}
+
 /// What is known of a frame.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StableNode {
@@ -87,6 +95,7 @@ impl Rmap {
     ) {
         let place = frame.0 as usize;
         if self.nodes.len() <= place {
+            grow(&mut self.nodes, place + 1);
             self.nodes.resize(place + 1, None);
         }
         debug_assert!(self.nodes[place].is_none());
@@ -170,6 +179,8 @@ impl Rmap {
         if self.items.len() >= ITEM_LIMIT {
             return None;
         }
+        let len = self.items.len() + 1;
+        grow(&mut self.items, len);
         self.items.push(item);
         u32::try_from(self.items.len() - 1).ok()
     }

@@ -1,4 +1,5 @@
 //! The engine's calls, one by one, on the simulated backend.
+#![allow(clippy::unwrap_used)]
 
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::page::{PageIndex, PageRange};

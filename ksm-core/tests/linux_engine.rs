@@ -1,4 +1,5 @@
 //! The engine on real memory, with threads for vCPUs.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod linux_common;
 

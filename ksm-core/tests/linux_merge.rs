@@ -257,3 +257,27 @@ fn every_other_page_is_seen() {
     bench.memory.lift(pages(0, 256), Backing::Own);
     bench.guest.fill_all(pages(0, 256), 1);
 }
+
+#[test]
+fn pages_that_are_not_held_are_not_replaced() {
+    for method in METHODS {
+        let bench = Bench::new(method, 8);
+        bench.guest.fill_all(pages(0, 8), 7);
+        bench.frames(0, 8, 7);
+        let share = |range| {
+            bench
+                .memory
+                .share(range, Backing::Own, &bench.store, FrameId(0))
+        };
+        assert!(share(pages(0, 4)).is_err(), "nothing is stopped");
+        bench.stop_all(pages(0, 4), Backing::Own);
+        assert!(share(pages(2, 4)).is_err(), "half of it is not");
+        assert!(bench.memory.zero(pages(4, 1), Backing::Own).is_err());
+        bench.memory.lift(pages(0, 4), Backing::Own);
+        assert!(share(pages(0, 4)).is_err(), "it was lifted");
+        assert!(bench.memory.reuse(pages(0, 4)).is_err());
+        assert!(bench.memory.restore(pages(0, 4)).is_err());
+        assert_eq!(bench.guest.ends(0), (7, 7));
+        bench.guest.fill_all(pages(0, 8), 8);
+    }
+}

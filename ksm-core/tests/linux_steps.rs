@@ -1,5 +1,6 @@
 //! The scanning thread panics, or vanishes, at every step of a merge of real
 //! memory while vCPUs write to it: they run on, and no byte is lost.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 #![cfg(feature = "fault-injection")]
 
 mod linux_common;

@@ -4,6 +4,8 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::fs;
+use std::path::Path;
 
 use ksm_core::backend::sim::{SimConfig, Stop};
 use ksm_core::script::{BYTES_PER_OP, Runner, Script, SimHost, decode};
@@ -127,4 +129,23 @@ fn it_agrees_where_pages_are_protected() {
         stop: Stop::Protect,
         ..SimConfig::default()
     });
+}
+
+/// Inputs of the fuzzer, those among them that once found a bug.
+#[test]
+fn the_seeds_of_the_fuzzer_run() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds/engine");
+    let files = fs::read_dir(folder).expect("the folder of seeds");
+    let mut ran = 0;
+    for file in files {
+        let bytes = fs::read(file.expect("a file").path()).expect("a seed");
+        let (first, rest) = bytes.split_first().expect("a seed has a byte");
+        let mut runner = Runner::new(SimHost::chosen_by(*first)).expect("good settings");
+        let script = Script(decode(rest));
+        runner
+            .run(&script)
+            .unwrap_or_else(|mismatch| panic!("{mismatch}"));
+        ran += 1;
+    }
+    assert!(ran > 0, "no seeds");
 }

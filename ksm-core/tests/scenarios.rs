@@ -4,7 +4,8 @@
 //! A line is an operation of the script language, or `look r0 3`, and behind
 //! `=>` what must be seen after it: counters such as `shared=1`, of everything
 //! or of `d0` or `r0` (`r0.copied=1`); `skipped` or `refused` where the operation
-//! was; for a look, what became of the page. The test writes each line anew with
+//! was; for a look, what became of the page. What the fuzzer prints when it finds
+//! something can be put there as it is. The test writes each line anew with
 //! what it saw and compares the texts. With `KSM_BLESS=1` it writes the files.
 #![cfg(feature = "script")]
 
@@ -24,8 +25,10 @@ struct Stage {
 }
 
 impl Stage {
-    fn new() -> Self {
-        let host = SimHost::new(1);
+    /// On the host that the file's first line asks for, if it does.
+    fn new(golden: &str) -> Self {
+        let first = golden.lines().next().unwrap_or_default();
+        let host = SimHost::from_line(first).unwrap_or_else(|| SimHost::new(1));
         let sim = host.sim().clone();
         let runner = Runner::new(host).expect("good settings");
         Self { runner, sim }
@@ -145,7 +148,7 @@ fn of_region(stats: &MemoryStats, key: &str) -> u64 {
 /// Plays a file. Returns what differs.
 fn play(path: &Path) -> String {
     let golden = fs::read_to_string(path).expect("a scenario to read");
-    let mut stage = Stage::new();
+    let mut stage = Stage::new(&golden);
     let played: Vec<String> = golden.lines().map(|line| stage.play(line)).collect();
     if std::env::var_os("KSM_BLESS").is_some() {
         fs::write(path, played.join("\n") + "\n").expect("a scenario to write");

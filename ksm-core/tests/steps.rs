@@ -1,6 +1,7 @@
 //! The scanning thread panics, or vanishes, at every step of a merge: nothing
 //! stays stopped or out, no byte is lost, and the next pass finishes the job.
 //! On the simulated backend; `linux_steps.rs` does the same to real memory.
+#![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

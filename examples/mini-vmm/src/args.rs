@@ -128,7 +128,7 @@ impl FromStr for MemSize {
         let number: u64 = digits
             .parse()
             .map_err(|_| "expected a number with K, M or G behind it, such as 128M".to_owned())?;
-        let bytes = number.checked_mul(1 << shift).unwrap_or(u64::MAX);
+        let bytes = number.saturating_mul(1 << shift);
         if !(MIN_BYTES..=MAX_WORK_BYTES).contains(&bytes) {
             return Err("expected 1M to 64G".to_owned());
         }

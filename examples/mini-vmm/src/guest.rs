@@ -79,7 +79,8 @@ pub(crate) struct Work {
     pub(crate) times: u64,
     /// How much of the time a guest works, in percent.
     pub(crate) busy_percent: u32,
-    /// Set when guests are to stop.
+    /// Set when guests are to stop where they are, since something failed. A
+    /// run ends by [`Lockstep::close`].
     pub(crate) stop: AtomicBool,
 }
 
@@ -144,7 +145,7 @@ impl Guest {
     pub(crate) fn work(&mut self, work: &Work) -> anyhow::Result<()> {
         let slices = as_step(work.lockstep.slices());
         self.increments.resize(slices, 0);
-        while !work.stop.load(Ordering::Relaxed) {
+        while !work.stop.load(Ordering::Relaxed) && !work.lockstep.is_over(self.index) {
             let begin = Instant::now();
             self.attend_discard()?;
             match work.lockstep.due(self.index) {

@@ -19,6 +19,8 @@ pub(crate) struct Lockstep {
     pages: u64,
     /// Ticks that each guest has ended.
     ended: Vec<AtomicU64>,
+    /// No tick from this one on is begun.
+    limit: AtomicU64,
 }
 
 impl Lockstep {
@@ -32,6 +34,7 @@ impl Lockstep {
             slices,
             pages,
             ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
+            limit: AtomicU64::new(u64::MAX),
         }
     }
 
@@ -49,7 +52,25 @@ impl Lockstep {
             .all(|ended| ended.load(Ordering::Acquire) >= mine);
         let ticks = u32::try_from(mine).unwrap_or(u32::MAX);
         let in_time = self.start.elapsed() >= self.tick.saturating_mul(ticks);
-        (self.pages > 0 && all_here && in_time).then_some(mine % self.slices)
+        let go = self.pages > 0 && all_here && in_time && !self.is_over(guest);
+        go.then_some(mine % self.slices)
+    }
+
+    /// Lets guests come to an end together: a tick that one of them has begun
+    /// is the last of all.
+    pub(crate) fn close(&self) {
+        let ended = self.ended.iter().map(|ended| ended.load(Ordering::Acquire));
+        let last = ended.max().unwrap_or(0);
+        let limit = if self.pages > 0 { last + 1 } else { 0 };
+        // Only the first call counts.
+        let _ = self
+            .limit
+            .compare_exchange(u64::MAX, limit, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// Whether `guest` has ended its last tick.
+    pub(crate) fn is_over(&self, guest: usize) -> bool {
+        self.ended[guest].load(Ordering::Acquire) >= self.limit.load(Ordering::Acquire)
     }
 
     /// Says that `guest` has rewritten its slice.
@@ -95,7 +116,27 @@ mod tests {
     }
 
     #[test]
+    fn all_end_with_the_same_tick() {
+        let lockstep = lockstep(100);
+        lockstep.end_tick(0);
+        lockstep.close();
+        lockstep.close();
+        assert!(!lockstep.is_over(0), "it may have begun a second tick");
+        assert!(!lockstep.is_over(1));
+        lockstep.end_tick(1);
+        for guest in [0, 1] {
+            lockstep.end_tick(guest);
+            assert!(lockstep.is_over(guest));
+            assert_eq!(lockstep.due(guest), None);
+        }
+    }
+
+    #[test]
     fn without_rewritten_pages_nothing_is_ever_due() {
-        assert_eq!(lockstep(0).due(0), None);
+        let lockstep = lockstep(0);
+        assert_eq!(lockstep.due(0), None);
+        assert!(!lockstep.is_over(0));
+        lockstep.close();
+        assert!(lockstep.is_over(0));
     }
 }

@@ -137,7 +137,7 @@ impl Plan {
 fn shuffle<T: Clone>(slots: &mut Vec<T>, order: Order, seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     match order {
-        Order::InOrder => {}
+        Order::Sorted => {}
         Order::Scattered => slots.shuffle(&mut rng),
         Order::Shuffled => {
             let mut runs: Vec<&[T]> = slots.chunks(RUN_PAGES).collect();

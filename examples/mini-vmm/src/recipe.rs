@@ -9,7 +9,7 @@ use thiserror::Error;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     /// One share after the other, at the same place in every guest.
-    InOrder,
+    Sorted,
     /// Runs of 16 pages change places, differently in every guest.
     Shuffled,
     /// Single pages change places, differently in every guest.
@@ -18,7 +18,7 @@ pub(crate) enum Order {
 
 impl Order {
     const NAMES: [(&'static str, Self); 3] = [
-        ("in-order", Self::InOrder),
+        ("in-order", Self::Sorted),
         ("shuffled", Self::Shuffled),
         ("scattered", Self::Scattered),
     ];
@@ -66,7 +66,7 @@ const DEFAULT: Recipe = Recipe {
     discardable: 0,
     stretch: 0,
     last_byte: 5,
-    order: Order::InOrder,
+    order: Order::Sorted,
     rest_millisecs: 2000,
     times: 4,
     slices: 32,

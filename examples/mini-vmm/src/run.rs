@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -29,6 +30,10 @@ use crate::vm::KvmCpu;
 /// How much of the savings must be there for a run to count as settled, in
 /// percent.
 const SETTLED_PERCENT: u64 = 95;
+
+/// How long guests have to come to an end together. It is not used up unless one
+/// of them has failed.
+const CLOSING_TIME: Duration = Duration::from_secs(10);
 
 /// The guests of a run, and what they share with the threads around them.
 struct Cast {
@@ -177,24 +182,26 @@ fn work_for_a_while(
         .collect();
 
     let done = std::thread::scope(|scope| {
-        let chaos = dedup.filter(|_| args.chaos).map(|dedup| {
+        let mut chaos = dedup.filter(|_| args.chaos).map(|dedup| {
             let (targets, calm) = (&cast.targets, &calm);
             scope.spawn(move || disturb(dedup, targets, args.seed, calm))
         });
         let mut chaos_tally = Ok(None);
-        let mut chaos = chaos;
         let worked = run_guests(
             &mut cast.guests,
             &cast.sides,
             |guest| guest.work(work),
             |ended| {
-                let chaos_ended = chaos.as_ref().is_some_and(|chaos| chaos.is_finished());
-                if start.elapsed() >= end || ended > 0 || chaos_ended {
+                let failed = chaos.as_ref().is_some_and(ScopedJoinHandle::is_finished);
+                if start.elapsed() >= end || ended > 0 || failed {
                     // Whoever disturbs may wait for a guest, so it goes first.
                     calm.store(true, Ordering::Relaxed);
                     if let Some(chaos) = chaos.take() {
                         chaos_tally = joined(chaos).map(Some);
                     }
+                    work.lockstep.close();
+                }
+                if start.elapsed() >= end + CLOSING_TIME || (ended > 0 && start.elapsed() < end) {
                     work.stop.store(true, Ordering::Relaxed);
                 }
                 let stats = dedup.map(Dedup::stats);
@@ -218,9 +225,7 @@ fn work_for_a_while(
     Ok(())
 }
 
-fn joined(
-    chaos: std::thread::ScopedJoinHandle<'_, anyhow::Result<ChaosTally>>,
-) -> anyhow::Result<ChaosTally> {
+fn joined(chaos: ScopedJoinHandle<'_, anyhow::Result<ChaosTally>>) -> anyhow::Result<ChaosTally> {
     let tally = chaos.join();
     tally
         .map_err(|_| anyhow::anyhow!("the disturbing thread panicked"))?

@@ -8,6 +8,7 @@ use super::host::{Host, Meddling, Weather};
 use super::op::Op;
 use super::oracle::Oracle;
 use super::text::Script;
+use crate::backend::sim::{Call, Failure};
 use crate::engine::Ksm;
 use crate::error::Error;
 use crate::page::PageRange;
@@ -210,10 +211,7 @@ impl<H: Host> Runner<H> {
                 failure,
                 nth,
                 times,
-            } => (0..times.min(MAX_FAILURES))
-                .map(|more| nth.max(1).saturating_add(more))
-                .map(|nth| self.set_weather(Weather::Fail { call, failure, nth }))
-                .fold(Ok(Applied::Skipped), |_, done| done),
+            } => self.fail(call, failure, nth.max(1), times),
             Op::MaxVmas { max } => self.set_weather(Weather::MaxVmas(max)),
             Op::Storm => self.set_weather(Weather::Storm),
             Op::Calm => self.set_weather(Weather::Calm),
@@ -227,6 +225,14 @@ impl<H: Host> Runner<H> {
             Err(error) if self.is_calm() => Err(format!("error in calm weather: {error:?}")),
             Err(error) => Ok(Applied::Refused(error.to_string())),
         }
+    }
+
+    fn fail(&mut self, call: Call, failure: Failure, nth: u64, times: u64) -> Outcome {
+        let mut done = Applied::Skipped;
+        for nth in nth..nth.saturating_add(times.min(MAX_FAILURES)) {
+            done = self.set_weather(Weather::Fail { call, failure, nth })?;
+        }
+        Ok(done)
     }
 
     fn set_weather(&mut self, weather: Weather) -> Outcome {

@@ -28,6 +28,68 @@ impl SimHost {
         Self { sim, config }
     }
 
+    /// One that a byte chooses, for fuzzing: all of it is the seed; its highest
+    /// bits say how pages are stopped, and whether limits are tight.
+    #[must_use]
+    pub fn chosen_by(byte: u8) -> Self {
+        let tight = byte & 0x40 != 0;
+        let default = SimConfig::default();
+        Self::with(SimConfig {
+            seed: u64::from(byte),
+            stop: if byte & 0x80 == 0 {
+                Stop::Move
+            } else {
+                Stop::Protect
+            },
+            max_stop: if tight { 3 } else { default.max_stop },
+            pages_per_huge: if tight { 2 } else { default.pages_per_huge },
+            ..default
+        })
+    }
+
+    /// The line that makes such a host again: see [`SimHost::from_line`].
+    #[must_use]
+    pub fn line(&self) -> String {
+        let SimConfig {
+            seed,
+            stop,
+            max_stop,
+            pages_per_huge,
+            ..
+        } = self.config;
+        format!("#! {seed} {stop:?} max_stop {max_stop} pages_per_huge {pages_per_huge}")
+    }
+
+    /// The host that a line like `#! 1 Move max_stop 256 pages_per_huge 16`
+    /// describes: what a script needs besides its operations to be run again.
+    #[must_use]
+    pub fn from_line(line: &str) -> Option<Self> {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [
+            "#!",
+            seed,
+            stop,
+            "max_stop",
+            max_stop,
+            "pages_per_huge",
+            huge,
+        ] = words[..]
+        else {
+            return None;
+        };
+        Some(Self::with(SimConfig {
+            seed: seed.parse().ok()?,
+            stop: match stop {
+                "Move" => Stop::Move,
+                "Protect" => Stop::Protect,
+                _ => return None,
+            },
+            max_stop: max_stop.parse().ok()?,
+            pages_per_huge: huge.parse().ok()?,
+            ..SimConfig::default()
+        }))
+    }
+
     /// The host.
     #[must_use]
     pub const fn sim(&self) -> &SimBackend {

@@ -128,6 +128,24 @@ pub(super) fn map_file_over(
     .map(drop)
 }
 
+/// Maps `pages` pages of `file` somewhere, shared, to be read.
+pub(super) fn map_file(file: BorrowedFd<'_>, offset: u64, pages: u64) -> Result<Span, Errno> {
+    // SAFETY: without MAP_FIXED no existing mapping is touched.
+    let start = unsafe {
+        mmap(
+            std::ptr::null_mut(),
+            usize_from(bytes_in(pages)),
+            ProtFlags::READ,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            file,
+            offset,
+        )
+    }?;
+    // SAFETY: just mapped, known to nobody else; its owner (`Window`) unmaps it
+    // only when it goes.
+    Ok(unsafe { Span::new(start.expose_provenance(), pages) })
+}
+
 /// Moves the mapping `from` in place of `to`, whose pages are freed.
 pub(super) fn move_over(from: Span, to: Span) -> Result<(), Errno> {
     // SAFETY: both are in our care, do not overlap (`from` was mapped beside

@@ -21,6 +21,9 @@ use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages
 /// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
 /// until it is dropped. Pages that are merged then stay so: their content does
 /// not depend on the engine.
+///
+/// One run is stopped at a time: the next [`Memory::stop`] ends the stop of a
+/// run that is still out.
 #[derive(Debug)]
 pub struct LinuxMemory {
     pub(super) host: Arc<Host>,
@@ -112,6 +115,19 @@ impl LinuxMemory {
         let guarded = backing == Backing::Own || self.options.dma_guarded;
         if range.is_empty() || range.len() > MAX_STOP || range.end.0 > self.len() || !guarded {
             return Err(host_error("stop", Errno::INVAL));
+        }
+        Ok(())
+    }
+
+    /// Refuses to replace pages that are not of the run which is stopped: one
+    /// memory has one run at a time.
+    fn check_held(&self, range: PageRange) -> Result<(), BackendError> {
+        let in_run = range.intersection(self.journal.run()) == range;
+        if range.is_empty() || !in_run || !self.journal.is_open() {
+            return Err(host_error(
+                "replacing pages that are not held",
+                Errno::INVAL,
+            ));
         }
         Ok(())
     }
@@ -208,14 +224,17 @@ impl Memory for LinuxMemory {
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
+        self.check_held(range)?;
         self.map_frames(range, backing, store, first)
     }
 
     fn reuse(&self, range: PageRange) -> Result<(), BackendError> {
+        self.check_held(range)?;
         self.drop_copies(range)
     }
 
     fn zero(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
+        self.check_held(range)?;
         match backing {
             Backing::Own => self.drop_zeroed(range),
             Backing::Frame => self.map_zeros(range),
@@ -223,6 +242,7 @@ impl Memory for LinuxMemory {
     }
 
     fn restore(&self, range: PageRange) -> Result<(), BackendError> {
+        self.check_held(range)?;
         self.map_copies(range)
     }
 

@@ -52,6 +52,7 @@ mod store;
 mod trial;
 mod uffd;
 mod vet;
+mod window;
 
 use std::io;
 use std::sync::Arc;

@@ -77,7 +77,7 @@ impl Drop for Staging {
 }
 
 /// Copies a present page of memory that this backend mapped itself.
-fn copy_page(page: Span, buf: &mut PageBuf) {
+pub(super) fn copy_page(page: Span, buf: &mut PageBuf) {
     debug_assert_eq!(page.pages(), 1);
     // SAFETY: the page is mapped and stays so while `page` is in use (see
     // `Span`); a volatile slice is no Rust reference.

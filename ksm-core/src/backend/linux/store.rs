@@ -10,6 +10,7 @@ use rustix::fs::{
 use rustix::io::{Errno, pread, pwrite};
 
 use super::host_error;
+use super::window::Windows;
 use crate::backend::FrameStore;
 use crate::error::BackendError;
 use crate::page::{FrameId, FrameRange, PAGE_SIZE, PageBuf};
@@ -20,12 +21,12 @@ const RESERVE_STEP: u64 = 64 << 20;
 
 /// The frames of one domain, in a memfd that grows as they are reserved.
 ///
-/// Frames are read and written by `pread` and `pwrite`, not through a mapping:
-/// reading a frame without memory then allocates none, and a failure is an
-/// error, not a SIGBUS.
+/// Frames are written by `pwrite`, not through a mapping: a failure is an error
+/// then, not a SIGBUS.
 #[derive(Debug)]
 pub struct LinuxStore {
     fd: OwnedFd,
+    windows: Windows,
 }
 
 impl LinuxStore {
@@ -40,7 +41,8 @@ impl LinuxStore {
         Self::from_fd(fd.map_err(|errno| host_error("memfd_create", errno))?)
     }
 
-    /// Makes a store of an empty memfd that allows sealing.
+    /// Makes a store of an empty memfd that allows sealing. What others put in
+    /// it is not seen.
     ///
     /// # Errors
     /// When it cannot be sealed: it is another kind of file, or was made
@@ -52,7 +54,10 @@ impl LinuxStore {
             .map_err(|errno| host_error("fcntl(F_ADD_SEALS)", errno))?;
         // Others may have it, but only to read: see `open_read_only`.
         fchmod(&fd, Mode::RUSR).map_err(|errno| host_error("fchmod", errno))?;
-        Ok(Self { fd })
+        Ok(Self {
+            fd,
+            windows: Windows::default(),
+        })
     }
 
     /// A descriptor for another process: it can map frames privately and read
@@ -91,6 +96,7 @@ impl FrameStore for LinuxStore {
                 Err(errno) => return Err(host_error("fallocate", errno)),
             }
         }
+        self.windows.note(self.fd(), frames, true);
         Ok(())
     }
 
@@ -102,6 +108,9 @@ impl FrameStore for LinuxStore {
     }
 
     fn read(&self, frame: FrameId, buf: &mut PageBuf) -> Result<(), BackendError> {
+        if self.windows.read(frame, buf) {
+            return Ok(());
+        }
         transfer("pread", PAGE_SIZE, |done| {
             let offset = frame.byte_offset() + done as u64;
             pread(&self.fd, &mut buf.bytes_mut()[done..], offset)
@@ -110,6 +119,7 @@ impl FrameStore for LinuxStore {
 
     fn punch(&self, frames: FrameRange) -> Result<(), BackendError> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        self.windows.note(self.fd(), frames, false);
         loop {
             match fallocate(
                 &self.fd,

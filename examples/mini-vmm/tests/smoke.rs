@@ -1,0 +1,112 @@
+//! Runs the program as a user does, and reads what it prints.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn mini_vmm(args: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_mini-vmm"))
+        .args(args.split_whitespace())
+        .output()
+        .unwrap()
+}
+
+/// The last line of standard output, of a run that ended well.
+fn report(args: &str) -> Value {
+    let output = mini_vmm(&format!("{args} --verify --json"));
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(
+        output.status.success(),
+        "{args}: {}\n{err}{out}",
+        output.status
+    );
+    let report: Value = serde_json::from_str(out.lines().last().unwrap()).unwrap();
+    assert_eq!(report["verified"], true, "{out}");
+    assert_eq!(report["lost_pages"], 0, "{out}");
+    assert!(number(&report, "pages_checked") > 0, "{out}");
+    report
+}
+
+fn number(report: &Value, name: &str) -> u64 {
+    report[name]
+        .as_u64()
+        .unwrap_or_else(|| panic!("no {name} in {report}"))
+}
+
+/// Everything that is equal when the guests rest is saved.
+fn saves_what_is_equal(report: &Value) {
+    assert_eq!(
+        report["engine"], "linux",
+        "what is missing: {}",
+        report["notes"]
+    );
+    assert_eq!(
+        number(report, "saved_bytes"),
+        number(report, "mergeable_bytes"),
+        "{report}"
+    );
+}
+
+#[test]
+fn guests_under_kvm_shrink_and_lose_nothing() {
+    let report = report("--guests 3 --mem 16M --seconds 4 --recipe default,rest=500");
+    assert_eq!(
+        report["mode"], "kvm",
+        "this test needs /dev/kvm: {}",
+        report["notes"]
+    );
+    saves_what_is_equal(&report);
+    assert!(number(&report, "rewritten_merges") > 0, "{report}");
+    assert!(number(&report, "stores_checked") > 0, "{report}");
+    let before = number(&report, "resident_before_bytes");
+    assert!(number(&report, "resident_after_bytes") < before, "{report}");
+}
+
+#[test]
+fn host_threads_shrink_and_lose_nothing() {
+    let report =
+        report("--host-threads --guests 2 --mem 8M --seconds 3 --recipe scattered,rest=500");
+    assert_eq!(report["mode"], "host-threads");
+    saves_what_is_equal(&report);
+}
+
+#[test]
+fn disturbed_guests_lose_nothing() {
+    let report = report("--guests 3 --mem 16M --seconds 5 --recipe chaos,rest=300 --chaos");
+    for deed in ["unmerges", "pages_unmerged", "discards", "reregistrations"] {
+        assert!(number(&report["chaos"], deed) > 0, "no {deed}: {report}");
+    }
+    assert!(number(&report, "rewritten_merges") > 0, "{report}");
+}
+
+#[test]
+fn guests_that_do_not_trust_one_another_share_nothing() {
+    let report = report("--isolate --guests 2 --mem 4M --seconds 2 --recipe common=50,zero=50");
+    assert_eq!(number(&report, "pages_sharing"), 0, "{report}");
+    assert!(number(&report, "zero_pages") > 0, "{report}");
+}
+
+#[test]
+fn without_dedup_nothing_is_merged() {
+    let report = report("--no-dedup --guests 1 --mem 4M --seconds 1");
+    assert_eq!(report["engine"], "none");
+    assert_eq!(number(&report, "saved_bytes"), 0);
+}
+
+#[test]
+fn mistakes_on_the_command_line_end_with_status_2() {
+    for (args, told) in [
+        ("--recipe common=50", "50%, not 100%"),
+        ("--guests 64 --mem 64G", "--mem"),
+        ("--chaos --no-dedup", "--no-dedup"),
+    ] {
+        let output = mini_vmm(args);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args}: {err}");
+        assert!(err.contains(told), "{args}: {err}");
+    }
+}
