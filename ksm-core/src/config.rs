@@ -21,6 +21,10 @@ pub struct Config {
     /// From how many pages on a window is fingerprinted by the rayon pool that
     /// `scan` is called in. `u32::MAX` for never.
     pub parallel_pages: u32,
+    /// The most virtual memory areas that merging may cost over all regions.
+    /// `None` for three quarters of what the process may still have
+    /// (`vm.max_map_count`) when the engine is made; the rest is the embedder's.
+    pub max_vmas: Option<u64>,
     /// What the secrets of trust domains are made from: random if `None`. With a
     /// seed a run can be repeated, and a guest that knows it can attack the trees:
     /// for tests.
@@ -35,6 +39,7 @@ impl Default for Config {
             window_pages: 1024,
             pages_per_stop: 256,
             parallel_pages: 256,
+            max_vmas: None,
             seed: None,
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::backend::{Backend, FrameStore, RegionOptions};
+use crate::budget::{Purse, VmaBudget};
 use crate::config::Config;
 use crate::domain::Domain;
 use crate::error::{BackendError, Error};
@@ -61,6 +62,7 @@ pub struct Ksm<B: Backend> {
     /// The right to scan; what it carries is where the pass stands.
     scanner: Lease<Pass>,
     full_scans: AtomicU64,
+    vmas: VmaBudget,
     retired: crate::sync::Mutex<BTreeMap<DomainId, Retired>>,
 }
 
@@ -107,7 +109,9 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::Config`] when a setting makes no sense.
     pub fn new(backend: B, config: Config) -> Result<Self, Error> {
         config.validate()?;
+        let spare = || backend.free_vmas().map(|free| free / 4 * 3);
         Ok(Self {
+            vmas: VmaBudget::new(config.max_vmas.or_else(spare)),
             backend,
             config,
             layout: Layout::default(),
@@ -302,6 +306,7 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.sweep();
         }
+        self.vmas.end_pass();
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -326,11 +331,19 @@ impl<B: Backend> Ksm<B> {
         report.outcomes.add(&findings.outcomes);
         for (id, wishes) in by_region(findings.wishes) {
             if let Ok(region) = self.layout.region(id) {
-                self.merge_region(&region, &wishes, report)?;
+                self.merge_region(&region, wishes, report)?;
             }
         }
         region.domain.sweep();
         Ok(findings.next)
+    }
+
+    /// What may be spent on mappings now.
+    fn purse(&self) -> Purse {
+        let regions = self.layout.regions();
+        let used = regions.iter().map(|region| region.pages().seams()).sum();
+        let pages = regions.iter().map(|region| region.range().len()).sum();
+        self.vmas.purse(used, pages)
     }
 
     /// Merges what was found in one region, run by run, the lease given up in
@@ -338,18 +351,24 @@ impl<B: Backend> Ksm<B> {
     fn merge_region(
         &self,
         region: &Region<B>,
-        wishes: &[Wish],
+        wishes: Vec<Wish>,
         report: &mut ScanReport,
     ) -> Result<(), Error> {
         let cap = u64::from(self.config.pages_per_stop).min(region.max_stop());
         let mut outcomes = OutcomeCounts::default();
-        let mut rest = wishes;
+        let (wishes, held_back) = self.purse().admit(&region.pages(), wishes);
+        self.vmas.note_held_back(held_back.len() as u64);
+        for wish in held_back {
+            outcomes[Outcome::VmaBudget] += 1;
+            region.note_outcome(wish.page, Outcome::VmaBudget);
+        }
+        let mut rest = &wishes[..];
         while !rest.is_empty() {
             let guard = region.lock()?;
             let (run, behind) = rest.split_at(merge::run_len(&guard, rest, cap));
             for (wish, outcome) in run.iter().zip(merge::commit(&guard, run)) {
                 outcomes[outcome] += 1;
-                guard.note_outcome(wish.page, outcome);
+                region.note_outcome(wish.page, outcome);
             }
             rest = behind;
         }

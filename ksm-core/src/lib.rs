@@ -68,6 +68,7 @@
 
 mod adapters;
 pub mod backend;
+mod budget;
 mod config;
 mod domain;
 mod engine;

@@ -35,6 +35,9 @@ pub enum Outcome {
     CopiedUnguarded,
     /// The process has no virtual memory area left for it.
     NoVmas,
+    /// It would cost more virtual memory areas than the budget allows for what it
+    /// saves ([`Config::max_vmas`](crate::Config::max_vmas)).
+    VmaBudget,
     /// The host had no memory, or no frame was to be had.
     NoMemory,
     /// The host refused for another reason.
@@ -43,7 +46,7 @@ pub enum Outcome {
 
 impl Outcome {
     /// Every outcome, in the order of its counter.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Unseen,
         Self::Merged,
         Self::Zeroed,
@@ -57,6 +60,7 @@ impl Outcome {
         Self::Swapped,
         Self::CopiedUnguarded,
         Self::NoVmas,
+        Self::VmaBudget,
         Self::NoMemory,
         Self::Refused,
     ];
@@ -78,6 +82,7 @@ impl Outcome {
             Self::Swapped => "swapped",
             Self::CopiedUnguarded => "copied_unguarded",
             Self::NoVmas => "no_vmas",
+            Self::VmaBudget => "vma_budget",
             Self::NoMemory => "no_memory",
             Self::Refused => "refused",
         }

@@ -54,6 +54,10 @@ pub trait Backend: Send + Sync + 'static {
     /// Where shared frames live.
     type Store: FrameStore;
 
+    /// How many more virtual memory areas the process may have now; `None` if
+    /// there is no limit to them.
+    fn free_vmas(&self) -> Option<u64>;
+
     /// Makes an empty store.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ mod page_table;
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
-pub(crate) use page_table::{Class, PageTable, Record};
+pub(crate) use page_table::{Class, PageTable, Record, is_seam};
 
 use std::sync::Arc;
 
@@ -113,6 +113,17 @@ impl<B: Backend> Region<B> {
         self.tally.lock()
     }
 
+    /// Writes down what became of a page, unless its class says more.
+    pub(crate) fn note_outcome(&self, page: PageIndex, outcome: Outcome) {
+        let mut pages = self.pages();
+        pages.update(page, |record| {
+            if record.class == Class::Unshared && outcome != Outcome::Unchanged {
+                record.class = Class::Volatile;
+            }
+            record.outcome = outcome;
+        });
+    }
+
     pub(crate) fn stats(&self) -> MemoryStats {
         let (counts, vmas) = {
             let pages = self.pages();
@@ -175,17 +186,6 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     pub(crate) fn note_cow_break(&self, page: PageIndex) {
         self.note_copied(page);
         self.region.tally().cow_breaks += 1;
-    }
-
-    /// Writes down what became of a page, unless its class says more.
-    pub(crate) fn note_outcome(&self, page: PageIndex, outcome: Outcome) {
-        let mut pages = self.region.pages();
-        pages.update(page, |record| {
-            if record.class == Class::Unshared && outcome != Outcome::Unchanged {
-                record.class = Class::Volatile;
-            }
-            record.outcome = outcome;
-        });
     }
 
     /// The mappings of `range` were replaced by the region's own memory.

@@ -52,6 +52,9 @@ pub struct Fds {
     pub pagemap: OwnedFd,
     /// Of `/proc/self/smaps`, opened for reading by this process.
     pub smaps: OwnedFd,
+    /// What `/proc/sys/vm/max_map_count` says; `None` if that is not known, and
+    /// the engine is to merge until the kernel refuses.
+    pub max_map_count: Option<u64>,
 }
 
 /// Why the backend cannot work on this host.
@@ -120,6 +123,7 @@ impl Fds {
             userfaultfd,
             pagemap: proc_file("/proc/self/pagemap").map_err(OpenError::NoPagemap)?,
             smaps: proc_file("/proc/self/smaps").map_err(OpenError::NoSmaps)?,
+            max_map_count: max_map_count(),
         })
     }
 }
@@ -133,12 +137,19 @@ pub(super) enum Stops {
     UserMode,
 }
 
+/// The limit on mappings of a process, if /proc tells.
+fn max_map_count() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok()?;
+    text.trim().parse().ok()
+}
+
 /// The kernel's side of a backend.
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) uffd: Userfaultfd,
     pub(super) pagemap: Pagemap,
     pub(super) smaps: OwnedFd,
+    pub(super) max_map_count: Option<u64>,
     /// The method that was asked for.
     pub(super) asked: StopMethod,
     pub(super) claims: Claims,
@@ -160,6 +171,7 @@ impl Host {
             uffd,
             pagemap,
             smaps: fds.smaps,
+            max_map_count: fds.max_map_count,
             asked,
             claims: Claims::default(),
         })

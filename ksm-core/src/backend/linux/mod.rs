@@ -56,6 +56,7 @@ mod vet;
 mod window;
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -133,6 +134,11 @@ impl Backend for LinuxBackend {
     type Source = HostRegion;
     type Memory = LinuxMemory;
     type Store = LinuxStore;
+
+    fn free_vmas(&self) -> Option<u64> {
+        let used = vet::count_mappings(self.host.smaps.as_fd())?;
+        Some(self.host.max_map_count?.saturating_sub(used))
+    }
 
     fn open_store(&self) -> Result<LinuxStore, BackendError> {
         LinuxStore::create()

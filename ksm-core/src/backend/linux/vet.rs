@@ -102,6 +102,11 @@ fn find(maps: &[MemoryMap], address: u64) -> Option<&MemoryMap> {
     maps.get(after).filter(|map| map.address.0 <= address)
 }
 
+/// How many mappings the process has; `None` if that cannot be read.
+pub(super) fn count_mappings(smaps: BorrowedFd<'_>) -> Option<u64> {
+    Some(read_maps(smaps).ok()?.len() as u64)
+}
+
 fn read_maps(smaps: BorrowedFd<'_>) -> Result<Vec<MemoryMap>, RegisterError> {
     let reader = BufReader::with_capacity(64 << 10, FromStart { fd: smaps, at: 0 });
     let maps = MemoryMaps::from_buf_read(reader).map_err(|error| {

@@ -185,6 +185,11 @@ impl Backend for SimBackend {
     type Memory = SimMemory;
     type Store = SimStore;
 
+    fn free_vmas(&self) -> Option<u64> {
+        let world = self.host.lock();
+        Some(world.config.max_vmas.saturating_sub(world.vmas))
+    }
+
     fn open_store(&self) -> Result<SimStore, BackendError> {
         let mut world = self.host.lock();
         world.may_fail(Call::OpenStore)?;
