@@ -229,11 +229,15 @@ impl<B: Backend> Domain<B> {
     /// Undoes a [`Self::reserve`] for a mapping that did not come about, or is
     /// gone with its page.
     pub(crate) fn release(&self, item: ItemId) {
-        let frame = self.sharing.lock().rmap.item(item).map(|(frame, ..)| frame);
-        self.unshare(item);
-        if let Some(frame) = frame {
-            self.unname(frame);
-        }
+        let frame = {
+            let mut sharing = self.sharing.lock();
+            let (frame, left) = sharing.rmap.remove(item);
+            if left == 0 {
+                sharing.make_loose(frame);
+            }
+            frame
+        };
+        self.unname(frame);
     }
 
     /// Nobody sees the frame any more: gives its memory back, and its number

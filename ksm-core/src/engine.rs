@@ -299,6 +299,9 @@ impl<B: Backend> Ksm<B> {
 
     fn end_pass(&self, pass: &mut Pass) {
         pass.running = false;
+        for domain in self.layout.domains() {
+            domain.sweep();
+        }
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 

@@ -238,12 +238,6 @@ impl Rmap {
             .map(|item| (RegionId(item.region), item.page))
     }
 
-    /// The frame and the page of an item in use.
-    pub(crate) fn item(&self, item: ItemId) -> Option<(FrameId, RegionId, PageIndex)> {
-        let item = self.items.get(item.0 as usize)?;
-        (item.frame != NONE).then_some((FrameId(item.frame), RegionId(item.region), item.page))
-    }
-
     /// Frames with at least one sharer: `pages_shared`.
     pub(crate) const fn pages_shared(&self) -> u64 {
         self.shared

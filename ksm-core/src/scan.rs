@@ -154,6 +154,12 @@ impl<B: Backend> Window<'_, '_, B> {
                 record.class = Class::Volatile;
                 record.fingerprint = None;
             }),
+            // It was dropped, and read since.
+            Class::Volatile | Class::Unshared
+                if state == PageState::Zero && record.frame.is_none() =>
+            {
+                self.region.pages().set(page, Record::UNSEEN);
+            }
             _ => {}
         }
         match state {

@@ -67,6 +67,22 @@ fn fact_16_private_mappings_of_files() {
 }
 
 #[test]
+fn memory_that_is_attached_already() {
+    for method in METHODS {
+        let backend = backend(method);
+        let guest = Guest::new(16);
+        let first = backend.attach(guest.source(), RegionOptions::default());
+        let again = backend.attach(guest.source(), RegionOptions::default());
+        let error = again.expect_err("it must be refused");
+        assert!(matches!(error, RegisterError::Overlaps { .. }), "{error}");
+        drop(first);
+        backend
+            .attach(guest.source(), RegionOptions::default())
+            .expect("nobody has it any more");
+    }
+}
+
+#[test]
 fn hugetlb_memory() {
     // Mapped without a page in the pool: it is never touched.
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB;

@@ -11,6 +11,7 @@ use rustix::ioctl::opcode;
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use thiserror::Error;
 
+use super::claim::Claims;
 use super::pagemap::Pagemap;
 use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
@@ -140,6 +141,7 @@ pub(super) struct Host {
     pub(super) smaps: OwnedFd,
     /// The method that was asked for.
     pub(super) asked: StopMethod,
+    pub(super) claims: Claims,
 }
 
 impl Host {
@@ -159,6 +161,7 @@ impl Host {
             pagemap,
             smaps: fds.smaps,
             asked,
+            claims: Claims::default(),
         })
     }
 

@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 
 use super::caps::{Host, StopMethod};
+use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
 use super::source::HostRegion;
 use super::span::Span;
@@ -36,6 +37,8 @@ pub struct LinuxMemory {
     pub(super) by_move: bool,
     pub(super) staging: Staging,
     pub(super) journal: Journal,
+    /// Given up last, when nothing is stopped or registered any more.
+    _claim: Claim,
 }
 
 impl LinuxMemory {
@@ -57,6 +60,7 @@ impl LinuxMemory {
         // it. vm-memory hands out no references to guest memory, and whoever
         // registers it agrees that its pages are replaced by equal ones.
         let span = unsafe { Span::new(start, pages_in(bytes)) };
+        let claim = host.claims.claim(span)?;
         let by_move = stops_by_move(&host, options)?;
         let staging =
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
@@ -74,6 +78,7 @@ impl LinuxMemory {
             by_move,
             staging,
             journal: Journal::default(),
+            _claim: claim,
         };
         memory.take_over(address)?;
         Ok(memory)

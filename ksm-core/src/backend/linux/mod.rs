@@ -36,6 +36,7 @@
 #![allow(unsafe_code)]
 
 mod caps;
+mod claim;
 #[cfg(test)]
 mod interrupted;
 mod journal;
