@@ -365,6 +365,11 @@ impl<B: Backend> Ksm<B> {
         let mut rest = &wishes[..];
         while !rest.is_empty() {
             let guard = region.lock()?;
+            // A region leaves the layout before its pages are unshared, for
+            // which this lease is needed: it must not be merged behind that.
+            if self.layout.region(region.id).is_err() {
+                break;
+            }
             let (run, behind) = rest.split_at(merge::run_len(&guard, rest, cap));
             for (wish, outcome) in run.iter().zip(merge::commit(&guard, run)) {
                 outcomes[outcome] += 1;

@@ -26,7 +26,11 @@ impl From<HeldByThisThread> for Error {
 /// reason).
 pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Result<u64, Error> {
     let mut unshared = 0;
-    let runs = region.pages().frame_runs(range);
+    let runs = {
+        // A merge under way is written down before its lease is free.
+        let _guard = region.lock()?;
+        region.pages().frame_runs(range)
+    };
     for chunk in runs.into_iter().flat_map(|run| run.chunks(CHUNK_PAGES)) {
         let mut tries = 0;
         loop {

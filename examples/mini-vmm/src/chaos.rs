@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
+use anyhow::Context as _;
 use ksm_core::page::bytes_in;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng};
@@ -68,11 +69,17 @@ pub(crate) fn disturb(
             0..40 => {
                 let range = some_pages(&mut rng, 0..target.ram.pages());
                 let (start, bytes) = address_range(&range);
-                tally.pages_unmerged += dedup.guest(index).unmerge(start, bytes)?;
+                tally.pages_unmerged += dedup
+                    .guest(index)
+                    .unmerge(start, bytes)
+                    .with_context(|| format!("unmerge of pages {range:?}, guest {index}"))?;
                 tally.unmerges += 1;
             }
             40..43 => {
-                tally.pages_unmerged += dedup.guest(index).unmerge_all()?;
+                tally.pages_unmerged += dedup
+                    .guest(index)
+                    .unmerge_all()
+                    .with_context(|| format!("unmerge of guest {index}"))?;
                 tally.guests_unmerged += 1;
             }
             43..90 => discard(dedup, index, target, &mut rng, &mut tally)?,
@@ -114,7 +121,10 @@ fn discard(
         return Ok(());
     }
     let (start, bytes) = address_range(&pages);
-    dedup.guest(index).discard(start, bytes)?;
+    dedup
+        .guest(index)
+        .discard(start, bytes)
+        .with_context(|| format!("discard of pages {pages:?}, guest {index}"))?;
     tally.discards += 1;
     tally.pages_discarded += pages.end - pages.start;
     target.side.desk.set(Discard::Done(pages));
@@ -133,8 +143,12 @@ fn reregister(
     let gone = work.iter().nth(at).expect("chosen among them");
     let (rest, _) = work.remove_region(gone.start_addr(), gone.len())?;
     let mut guest = dedup.guest(index);
-    guest.sync(&rest)?;
+    guest
+        .sync(&rest)
+        .with_context(|| format!("unregister region {at} of guest {index}"))?;
     sleep(Duration::from_millis(rng.random_range(0..10)));
-    guest.sync(work)?;
+    guest
+        .sync(work)
+        .with_context(|| format!("register region {at} of guest {index}"))?;
     Ok(())
 }
