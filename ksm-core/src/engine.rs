@@ -356,7 +356,10 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<(), Error> {
         let cap = u64::from(self.config.pages_per_stop).min(region.max_stop());
         let mut outcomes = OutcomeCounts::default();
-        let (wishes, held_back) = self.purse().admit(&region.pages(), wishes);
+        let (wishes, held_back) = {
+            let is_new = |frame| region.domain.sharers(frame) == 0;
+            self.purse().admit(&region.pages(), wishes, is_new)
+        };
         self.vmas.note_held_back(held_back.len() as u64);
         for wish in held_back {
             outcomes[Outcome::VmaBudget] += 1;
