@@ -151,7 +151,14 @@ impl<B: Backend> Ksm<B> {
         self.layout.remove_region(region.id);
         let done = self.undo(&region);
         match done {
-            Ok(()) => self.retire(&region),
+            // The lease waits for a pass that is looking at the region.
+            Ok(()) => match region.lock() {
+                Ok(guard) => {
+                    guard.memory().detach();
+                    self.retire(&region);
+                }
+                Err(held) => return Err(held.into()),
+            },
             Err(_) => self.layout.put_back(&region),
         }
         done

@@ -65,6 +65,10 @@ impl<B: Backend> Ksm<B> {
                 scanner.journal().deferred.push_back((id, from));
                 continue;
             };
+            if self.layout.region(id).is_err() {
+                // It left before its lease was taken.
+                continue;
+            }
             let next = self.scan_window(guard, from, budget, &mut report)?;
             if next < region.range().end {
                 scanner.journal().todo.push_front((id, next));

@@ -263,6 +263,6 @@ impl Memory for SimMemory {
 
 impl Drop for SimMemory {
     fn drop(&mut self) {
-        self.host.lock().detach(self.region);
+        self.detach();
     }
 }
