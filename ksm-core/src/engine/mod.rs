@@ -12,16 +12,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use crate::backend::{Backend, RegionOptions};
+use crate::backend::{Backend, Memory, RegionOptions};
 use crate::budget::VmaBudget;
 use crate::config::Config;
 use crate::domain::Domain;
-use crate::error::{BackendError, Error};
+use crate::error::{BackendError, Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
 use crate::outcome::OutcomeCounts;
 use crate::page::PageRange;
-use crate::region::{DomainId, Lease, Region, RegionId, SpaceId};
+use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
 use crate::unshare;
 use pass::Pass;
 
@@ -128,9 +128,13 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<RegionId, Error> {
         let domain = self.layout.domain_of(space)?;
         let memory = self.backend.attach(source, options)?;
-        Ok(self
-            .layout
-            .add_region(|id| Region::new(id, space, domain, memory, options)))
+        let pages = memory.len();
+        if pages > Place::MAX_PAGES {
+            return Err(RegisterError::TooLarge { pages }.into());
+        }
+        let region = |id| Region::new(id, space, domain, memory, options);
+        let id = self.layout.add_region(region);
+        Ok(id.ok_or(RegisterError::TooLarge { pages })?)
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
