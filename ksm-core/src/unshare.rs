@@ -27,9 +27,8 @@ impl From<HeldByThisThread> for Error {
 pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Result<u64, Error> {
     let mut unshared = 0;
     let runs = {
-        // A merge under way is written down before its lease is free. If this
-        // thread holds the lease, there is none.
-        let _guard = region.lock().ok();
+        // A merge under way is written down before its lease is free.
+        let _guard = region.lock()?;
         region.pages().frame_runs(range)
     };
     for chunk in runs.into_iter().flat_map(|run| run.chunks(CHUNK_PAGES)) {
