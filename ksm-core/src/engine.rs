@@ -14,7 +14,7 @@ use crate::layout::Layout;
 use crate::merge::{self, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
-use crate::region::{Class, DomainId, Lease, Region, RegionGuard, RegionId, SpaceId};
+use crate::region::{Class, DomainId, Lease, PinGuard, Region, RegionGuard, RegionId, SpaceId};
 use crate::scan;
 use crate::stats::{MemoryStats, ScanReport, Stats};
 use crate::sync::{ThreadId, current};
@@ -181,15 +181,21 @@ impl<B: Backend> Ksm<B> {
     ///
     /// # Errors
     /// [`Error::StillShared`] and [`Error::Backend`] when the host has no memory
-    /// for the copies: the region stays registered, and the call can be repeated.
+    /// for the copies, [`Error::Pinned`] while guards hold pages of it: the
+    /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        let pinned = |_| Error::Pinned { region: region.id };
+        region.pins.close().map_err(pinned)?;
         // From here on no scan finds it; it comes back if this fails.
         self.layout.remove_region(region.id);
         let done = self.undo(&region);
         match done {
             Ok(()) => self.retire(&region),
-            Err(_) => self.layout.put_back(&region),
+            Err(_) => {
+                region.pins.reopen();
+                self.layout.put_back(&region);
+            }
         }
         done
     }
@@ -370,12 +376,12 @@ impl<B: Backend> Ksm<B> {
             if self.layout.region(region.id).is_err() {
                 break;
             }
-            let (run, behind) = rest.split_at(merge::run_len(&guard, rest, cap));
-            for (wish, outcome) in run.iter().zip(merge::commit(&guard, run)) {
+            let run = merge::commit(&guard, rest, cap);
+            for (wish, &outcome) in rest.iter().zip(&run) {
                 outcomes[outcome] += 1;
                 region.note_outcome(wish.page, outcome);
             }
-            rest = behind;
+            rest = &rest[run.len()..];
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
@@ -409,11 +415,35 @@ impl<B: Backend> Ksm<B> {
     /// which would show a stale frame on pages that were merged.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], and [`Error::Backend`] when the host refuses; the
+    /// [`Error::OutOfRange`]; [`Error::Pinned`] when guards hold some of them,
+    /// and none is dropped; [`Error::Backend`] when the host refuses, and the
     /// pages in front of the one refused are dropped then.
     pub fn discard(&self, region: RegionId, range: PageRange) -> Result<(), Error> {
         let region = self.region_with(region, range)?;
         unshare::discard(&region, range)
+    }
+
+    /// Announces DMA: until the guard is dropped no page of `range` is stopped,
+    /// merged, zeroed or replaced. Pages that are merged get copies first, so
+    /// that device and guest see the same page from here on; zero pages stay.
+    /// To be taken *before* the device pins the pages, and kept until it is
+    /// through with them. Guards may overlap.
+    ///
+    /// Waits for what is under way in the region: at most one window or run.
+    ///
+    /// # Errors
+    /// [`Error::NoRegion`], [`Error::OutOfRange`], [`Error::Quiesced`];
+    /// [`Error::StillShared`] when the host refuses copies, and there is no
+    /// guard then.
+    pub fn pin(&self, region: RegionId, range: PageRange) -> Result<PinGuard, Error> {
+        let region = self.region_with(region, range)?;
+        let guard = {
+            let _lease = region.lock()?;
+            let guard = region.pins.pin(region.id, range);
+            guard.ok_or(Error::NoRegion(region.id))?
+        };
+        unshare::unmerge(&region, range)?;
+        Ok(guard)
     }
 
     /// Waits until nothing is stopped or out, and holds the engine still: no
@@ -553,8 +583,13 @@ impl<B: Backend> Ksm<B> {
             Some(frame) if merged => region.domain.sharers(frame),
             _ => 0,
         };
+        let pinned = region.pins.held(PageRange::one(page)).contains(page);
         Ok(Explanation {
-            outcome: record.outcome,
+            outcome: if pinned {
+                Outcome::Pinned
+            } else {
+                record.outcome
+            },
             sharers,
             copied: record.is_copied(),
         })

@@ -18,7 +18,7 @@ use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, Record, Region, RegionGuard, RegionId};
+use crate::region::{Class, PinnedPages, Record, Region, RegionGuard, RegionId};
 use crate::unstable::UnstableItem;
 
 /// What a window found.
@@ -40,6 +40,8 @@ struct Window<'w, 'a, B: Backend> {
     layout: &'w Layout<B>,
     guard: &'w RegionGuard<'a, B>,
     region: &'w Region<B>,
+    /// Held by guards. There are no more of them while the lease is held.
+    pinned: PinnedPages,
     findings: Findings,
     /// The last page that got a goal, and the frame: where a run may grow.
     last: Option<(PageIndex, FrameId)>,
@@ -59,21 +61,22 @@ pub(crate) fn window<B: Backend>(
 ) -> Result<Findings, BackendError> {
     let mut runs = Vec::new();
     let next = guard.memory().populated(within, max_pages, &mut runs)?;
+    let looked_at = PageRange {
+        start: within.start,
+        end: next,
+    };
     let mut window = Window {
         config,
         layout,
         guard,
         region: guard.region(),
+        pinned: guard.region().pins.held(looked_at),
         findings: Findings {
             next,
             ..Findings::default()
         },
         last: None,
         buf: PageBuf::zeroed(),
-    };
-    let looked_at = PageRange {
-        start: within.start,
-        end: next,
     };
     window.forget_absent(looked_at, &runs);
     let candidates = window.look(&runs);
@@ -164,6 +167,7 @@ impl<B: Backend> Window<'_, '_, B> {
         }
         match state {
             PageState::Frame | PageState::Zero => Some(Outcome::Unchanged),
+            _ if self.pinned.contains(page) => Some(Outcome::Pinned),
             PageState::Swapped => Some(Outcome::Swapped),
             PageState::Private => {
                 let guarded = self.region.options.dma_guarded;

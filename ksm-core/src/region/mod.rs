@@ -13,11 +13,14 @@ mod flight;
 mod ids;
 mod lease;
 mod page_table;
+mod pins;
 
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
+pub use pins::PinGuard;
+pub(crate) use pins::{PinnedPages, Pins};
 
 use std::sync::Arc;
 
@@ -35,6 +38,7 @@ pub(crate) struct Region<B: Backend> {
     pub(crate) space: SpaceId,
     pub(crate) domain: Arc<Domain<B>>,
     pub(crate) options: RegionOptions,
+    pub(crate) pins: Arc<Pins>,
     memory: B::Memory,
     lease: Lease<Flight>,
     pages: Mutex<PageTable>,
@@ -62,6 +66,7 @@ impl<B: Backend> Region<B> {
             space,
             domain,
             options,
+            pins: Arc::default(),
             memory,
             lease: Lease::new(),
             pages: Mutex::default(),
