@@ -14,14 +14,15 @@ use ksm_core::{Config, Ksm, Outcome, PageIndex, RegionId, RegionOptions, SpaceId
 use linux_common::{Guest, METHODS, backend, pages};
 
 /// What the process needs besides, whatever it does: the allocator's heap
-/// (`brk`; its large pieces are mapped, as the list has it), the message of a
-/// test that fails (`write`), and to end (`exit_group`, and the stack for signals
-/// that the standard library gives back, `sigaltstack`).
-const PROCESS: &[&str] = &["brk", "exit_group", "sigaltstack", "write"];
+/// (`brk`, and `mprotect` for that of a thread; its large pieces are mapped, as
+/// the list has it), the message of a test that fails (`write`), and to end
+/// (`exit_group`, and the stack for signals that the standard library gives
+/// back, `sigaltstack`).
+const PROCESS: &[&str] = &["brk", "exit_group", "mprotect", "sigaltstack", "write"];
 
 /// What a thread needs to begin and to end, for the trial of the userfaultfd:
-/// its stack and its guard page, signals off meanwhile, its name, its place in
-/// the C library's lists.
+/// its stack and its guard page, signals off meanwhile, its place in the C
+/// library's lists.
 const THREADS: &[&str] = &[
     "clone3",
     "exit",
@@ -37,17 +38,19 @@ const THREADS: &[&str] = &[
 /// Set in the process that goes to jail.
 const JAILED: &str = "KSM_TEST_JAILED";
 
-/// How a process ends that runs `work` of the test `name`.
-fn jailed(name: &str, work: fn()) -> ExitStatus {
+/// What a process says and how it ends that runs `work` of the test `name`.
+fn jailed(name: &str, work: fn()) -> (String, ExitStatus) {
     if std::env::var_os(JAILED).is_some() {
         work();
         std::process::exit(0);
     }
-    Command::new(std::env::current_exe().unwrap())
+    let ended = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(JAILED, "1")
-        .status()
-        .unwrap()
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    (said, ended.status)
 }
 
 /// Lets this thread, and those that it starts, make these calls only.
@@ -163,7 +166,7 @@ impl World {
 
 #[test]
 fn the_engine_works_under_the_published_filter() {
-    let status = jailed("the_engine_works_under_the_published_filter", || {
+    let (said, status) = jailed("the_engine_works_under_the_published_filter", || {
         // The descriptors are handed in, and tried out, before the door shuts.
         let backends = METHODS.map(backend);
         go_to_jail(&[SYSTEM_CALLS, PROCESS]);
@@ -171,28 +174,31 @@ fn the_engine_works_under_the_published_filter() {
             World::new(backend).live();
         }
     });
-    assert!(status.success(), "{status}");
+    assert!(status.success(), "{status}: {said}");
 }
 
 #[test]
 fn a_backend_is_opened_under_the_published_filter() {
-    let status = jailed("a_backend_is_opened_under_the_published_filter", || {
+    let (said, status) = jailed("a_backend_is_opened_under_the_published_filter", || {
         go_to_jail(&[OPEN_SYSTEM_CALLS, SYSTEM_CALLS, PROCESS, THREADS]);
         let backend = LinuxBackend::with_stop_method(Fds::open().unwrap(), StopMethod::Auto);
         World::new(backend.unwrap()).live();
     });
-    assert!(status.success(), "{status}");
+    assert!(status.success(), "{status}: {said}");
 }
 
 /// The filter is on: a call that is not on the list ends the process.
 #[test]
 fn a_call_that_is_not_published_is_refused() {
-    let status = jailed("a_call_that_is_not_published_is_refused", || {
+    let (said, status) = jailed("a_call_that_is_not_published_is_refused", || {
         let backend = backend(StopMethod::Auto);
         go_to_jail(&[SYSTEM_CALLS, PROCESS]);
         let mut world = World::new(backend);
         world.plug();
+        eprintln!("so far so good");
         let _ = std::fs::File::open("/dev/null");
+        eprintln!("it was let through");
     });
-    assert_eq!(status.signal(), Some(libc::SIGSYS), "{status}");
+    assert_eq!(status.signal(), Some(libc::SIGSYS), "{status}: {said}");
+    assert_eq!(said, "so far so good\n");
 }

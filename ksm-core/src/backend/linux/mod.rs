@@ -62,17 +62,17 @@ use crate::error::{BackendError, RegisterError};
 use caps::{Host, Stops};
 
 /// The system calls that are made to open a backend, besides [`SYSTEM_CALLS`],
-/// by their names.
+/// by their names on x86-64.
 ///
-/// To open [`Fds`]: `userfaultfd`, or `openat` of /dev/userfaultfd and an `ioctl`
-/// (`USERFAULTFD_IOC_NEW`); `openat` of /proc/self/pagemap, /proc/self/smaps and
-/// /proc/sys/vm/max_map_count, which is read (`statx`, `lseek`, `read`). To try the
+/// To open [`Fds`]: `userfaultfd`, or `open` of /dev/userfaultfd and an `ioctl`
+/// (`USERFAULTFD_IOC_NEW`); `open` of /proc/self/pagemap and /proc/self/smaps;
+/// /proc/sys/vm/max_map_count is read (`openat`, `statx`, `read`). To try the
 /// userfaultfd out: `fcntl` (`F_GETFL`, `F_SETFL`), `ppoll`, `uname`, and a
 /// thread. A process in a jail has all of it done before it goes in.
 pub const OPEN_SYSTEM_CALLS: &[&str] = &[
     "fcntl",
     "ioctl",
-    "lseek",
+    "open",
     "openat",
     "ppoll",
     "read",
@@ -82,14 +82,14 @@ pub const OPEN_SYSTEM_CALLS: &[&str] = &[
 ];
 
 /// The system calls that engine and backend make once the backend is open, by
-/// their names, in the order of the alphabet.
+/// their names on x86-64.
 ///
 /// `ioctl` is called with `UFFDIO_REGISTER`, `UNREGISTER`, `WAKE`,
 /// `WRITEPROTECT`, `MOVE` and `COPY`, and with `PAGEMAP_SCAN`; `fcntl` with
 /// `F_ADD_SEALS`; `prctl` with `PR_GET_MEMORY_MERGE`. `getrandom` is for the
 /// secrets of trust domains, `futex` for locks that are not free. What the
 /// allocator, the threads and the logging of the process need comes on top.
-/// [`LinuxStore::open_read_only`] makes `openat` besides.
+/// [`LinuxStore::open_read_only`] makes `open` besides.
 pub const SYSTEM_CALLS: &[&str] = &[
     "clock_nanosleep",
     "close",
