@@ -7,11 +7,11 @@
 mod linux_common;
 
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, ExitStatus};
+use std::process::ExitStatus;
 
 use ksm_core::backend::linux::{Fds, LinuxBackend, OPEN_SYSTEM_CALLS, SYSTEM_CALLS, StopMethod};
 use ksm_core::{Config, Ksm, Outcome, PageIndex, RegionId, RegionOptions, SpaceId, Target};
-use linux_common::{Guest, METHODS, backend, pages};
+use linux_common::{Guest, METHODS, again, backend, pages};
 
 /// What the process needs besides, whatever it does: the allocator's heap
 /// (`brk`, and `mprotect` for that of a thread; its large pieces are mapped, as
@@ -35,20 +35,13 @@ const THREADS: &[&str] = &[
     "sigaltstack",
 ];
 
-/// Set in the process that goes to jail.
-const JAILED: &str = "KSM_TEST_JAILED";
-
 /// What a process says and how it ends that runs `work` of the test `name`.
 fn jailed(name: &str, work: fn()) -> (String, ExitStatus) {
-    if std::env::var_os(JAILED).is_some() {
+    let Some(mut command) = again(name) else {
         work();
         std::process::exit(0);
-    }
-    let ended = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture"])
-        .env(JAILED, "1")
-        .output()
-        .unwrap();
+    };
+    let ended = command.output().unwrap();
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     (said, ended.status)
 }

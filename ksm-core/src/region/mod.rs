@@ -14,6 +14,7 @@ mod ids;
 mod lease;
 mod page_table;
 mod pins;
+mod place;
 
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
@@ -21,6 +22,7 @@ pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
 pub use pins::PinGuard;
 pub(crate) use pins::{PinnedPages, Pins};
+pub(crate) use place::Place;
 
 use std::sync::Arc;
 
@@ -183,7 +185,9 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         record.age = 0;
         pages.set(page, record);
         drop(pages);
-        self.region.domain.unshare(item);
+        if let Some(frame) = record.frame {
+            self.region.domain.unshare(frame, item);
+        }
     }
 
     /// The same, for a page found copied that nobody but the guest can have
@@ -206,12 +210,11 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
                 }
                 change(record);
             });
+            let Some(frame) = old.frame else { continue };
             if let Class::Merged(item) = old.class {
-                self.region.domain.unshare(item);
+                self.region.domain.unshare(frame, item);
             }
-            if let Some(frame) = old.frame {
-                self.region.domain.unname(frame);
-            }
+            self.region.domain.unname(frame);
         }
     }
 }

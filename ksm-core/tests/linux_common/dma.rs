@@ -52,7 +52,12 @@ impl DirectFile {
             let to = guest.pointer(range.start.0).cast();
             libc::pread(self.0.as_raw_fd(), to, len, offset)
         };
-        assert_eq!(read, len as isize, "{}", std::io::Error::last_os_error());
+        assert_eq!(
+            read,
+            len.cast_signed(),
+            "{}",
+            std::io::Error::last_os_error()
+        );
     }
 }
 
@@ -106,7 +111,7 @@ impl Ring {
         let count = self.buffers.len() as usize;
         self.ring.submit_and_wait(count).unwrap();
         let results: Vec<_> = self.ring.completion().map(|done| done.result()).collect();
-        assert_eq!(results, vec![PAGE_SIZE as i32; count]);
+        assert_eq!(results, vec![4096; count]);
     }
 }
 
