@@ -83,8 +83,15 @@ impl VmaBudget {
 
 impl Purse {
     /// Parts `wishes`, sorted by page, into those that are worth their mappings
-    /// and those that are held back.
-    pub(crate) fn admit(mut self, pages: &PageTable, wishes: Vec<Wish>) -> (Vec<Wish>, Vec<Wish>) {
+    /// and those that are held back. A frame that `is_new`, with no sharer yet,
+    /// saves nothing before its second page has paid as well, so it is charged
+    /// twice.
+    pub(crate) fn admit(
+        mut self,
+        pages: &PageTable,
+        wishes: Vec<Wish>,
+        is_new: impl Fn(FrameId) -> bool,
+    ) -> (Vec<Wish>, Vec<Wish>) {
         if self.left == u64::MAX {
             return (wishes, Vec::new());
         }
@@ -92,7 +99,12 @@ impl Purse {
         let mut held_back = Vec::new();
         for run in wishes.chunk_by(|left, right| continues(*left, *right)) {
             let before = admitted.last().copied();
-            if self.spend(pages, before, run) {
+            let times = if frame(run[0]).is_some_and(&is_new) {
+                2
+            } else {
+                1
+            };
+            if self.spend(pages, before, run, times) {
                 admitted.extend(run);
             } else {
                 held_back.extend(run);
@@ -102,10 +114,11 @@ impl Purse {
     }
 
     /// Spends what `run` costs, if it is worth that and there is as much left.
-    fn spend(&mut self, pages: &PageTable, before: Option<Wish>, run: &[Wish]) -> bool {
+    fn spend(&mut self, pages: &PageTable, before: Option<Wish>, run: &[Wish], times: u64) -> bool {
         let (gained, cost) = cost(pages, before, run);
         let spent = cost.saturating_sub(gained);
         let worth = 2 * run.len() as u64 >= spent * self.floor;
+        let spent = spent * times;
         if spent > 0 && (spent > self.left || !worth) {
             return false;
         }
@@ -136,13 +149,14 @@ fn cost(pages: &PageTable, before: Option<Wish>, run: &[Wish]) -> (u64, u64) {
         Some(before) if before.page == left => frame(before),
         _ => now(left),
     });
-    let right = now(last.page.plus(1));
+    let right = pages.after(last.page).map(now);
     let seams_now = run
         .windows(2)
         .filter(|pair| is_seam(now(pair[0].page), now(pair[1].page)));
     let ends = |first, last| {
         let left = left.is_some_and(|left| is_seam(left, first));
-        u64::from(left) + u64::from(is_seam(last, right))
+        let right = right.is_some_and(|right| is_seam(last, right));
+        u64::from(left) + u64::from(right)
     };
     let gone = seams_now.count() as u64 + ends(now(first.page), now(last.page));
     (gone, ends(frame(first), frame(last)))
@@ -162,7 +176,7 @@ mod tests {
     fn admit(budget: &VmaBudget, used: u64) -> (usize, usize) {
         let wishes = run(10, 0, 1).chain(run(20, 4, 40)).chain(run(70, 90, 4));
         let purse = budget.purse(used, 1 << 20);
-        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes.collect());
+        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes.collect(), |_| false);
         (admitted.len(), held_back.len())
     }
 
@@ -190,7 +204,14 @@ mod tests {
     fn a_run_that_joins_others_costs_nothing() {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
         let wishes: Vec<_> = run(10, 0, 20).chain(run(30, 20, 1)).collect();
-        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes);
+        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes, |_| false);
         assert_eq!((admitted.len(), held_back.len()), (21, 0));
+    }
+
+    #[test]
+    fn a_new_frame_is_charged_for_both_its_pages() {
+        let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
+        let (admitted, _) = purse.admit(&PageTable::default(), run(10, 0, 40).collect(), |_| true);
+        assert!(admitted.is_empty());
     }
 }

@@ -17,8 +17,12 @@ struct World {
 }
 
 fn world(pages: u64) -> World {
+    world_with(pages, Config::default())
+}
+
+fn world_with(pages: u64, config: Config) -> World {
     let sim = SimBackend::new(SimConfig::default());
-    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let ksm = Ksm::new(sim.clone(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
     let guests = [sim.guest(pages), sim.guest(pages)];
     let spaces = [0, 1].map(|_| ksm.create_space(domain).unwrap());
@@ -148,6 +152,33 @@ fn zero_pages_cost_no_frame() {
 }
 
 #[test]
+fn mappings_are_spent_on_long_runs_first() {
+    // Scarce beside 2 x 256 pages: a run of 40 and single pages.
+    let world = world_with(
+        256,
+        Config {
+            max_vmas: Some(10),
+            ..Config::default()
+        },
+    );
+    for guest in &world.guests {
+        for page in (0..40).chain([60, 80, 100, 120]) {
+            guest.write(PageIndex(page), &pattern(1 + page));
+        }
+    }
+    world.passes(2);
+    assert_eq!(world.shared(), (40, 40));
+    assert_eq!(world.outcome(0, 60), Outcome::VmaBudget);
+    world.passes(8);
+    let stats = world.ksm.stats();
+    assert_eq!((stats.pages_sharing, stats.vmas), (42, 10));
+    assert!(stats.vmas <= world.sim.vmas());
+    let left_out = [60, 80, 100, 120].map(|page| world.outcome(0, page));
+    let held_back = left_out.iter().filter(|is| **is == Outcome::VmaBudget);
+    assert_eq!(held_back.count(), 2, "{left_out:?}");
+}
+
+#[test]
 fn nothing_merges_across_domains() {
     let world = world(8);
     let other = world.ksm.create_domain().unwrap();
@@ -227,7 +258,8 @@ fn a_quiesced_engine_stands_still() {
     world.passes(1);
     let quiesced = world.ksm.quiesce().unwrap();
     assert!(matches!(world.ksm.scan(100), Err(Error::Quiesced)));
-    assert!(matches!(world.ksm.unmerge(Target::All), Ok(0)));
+    let unmerge = world.ksm.unmerge(Target::All);
+    assert!(matches!(unmerge, Err(Error::Quiesced)));
     let first = PageRange::one(PageIndex(0));
     let discard = world.ksm.discard(world.regions[0], first);
     assert!(matches!(discard, Err(Error::Quiesced)));

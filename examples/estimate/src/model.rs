@@ -158,6 +158,8 @@ impl ImageMemory {
 impl Memory for ImageMemory {
     type Store = Frames;
 
+    fn detach(&self) {} // An image can be attached as often as one likes.
+
     fn len(&self) -> u64 {
         self.image.len() as u64
     }
