@@ -151,7 +151,9 @@ impl<B: Backend> Ksm<B> {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
-        self.layout.remove_region(region.id);
+        if !self.layout.remove_region(region.id) {
+            return Err(Error::NoRegion(region.id));
+        }
         let done = self.undo(&region);
         match done {
             // The lease waits for a pass that is looking at the region.
