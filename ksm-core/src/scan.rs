@@ -18,7 +18,7 @@ use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId};
+use crate::region::{Class, PinnedPages, Place, Record, Region, RegionGuard, RegionId};
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -39,6 +39,8 @@ struct Window<'w, 'a, B: Backend> {
     layout: &'w Layout<B>,
     guard: &'w RegionGuard<'a, B>,
     region: &'w Region<B>,
+    /// Held by guards. There are no more of them while the lease is held.
+    pinned: PinnedPages,
     findings: Findings,
     /// The last page that got a goal, and the frame: where a run may grow.
     last: Option<(PageIndex, FrameId)>,
@@ -58,21 +60,22 @@ pub(crate) fn window<B: Backend>(
 ) -> Result<Findings, BackendError> {
     let mut runs = Vec::new();
     let next = guard.memory().populated(within, max_pages, &mut runs)?;
+    let looked_at = PageRange {
+        start: within.start,
+        end: next,
+    };
     let mut window = Window {
         config,
         layout,
         guard,
         region: guard.region(),
+        pinned: guard.region().pins.held(looked_at),
         findings: Findings {
             next,
             ..Findings::default()
         },
         last: None,
         buf: PageBuf::zeroed(),
-    };
-    let looked_at = PageRange {
-        start: within.start,
-        end: next,
     };
     window.forget_absent(looked_at, &runs);
     let candidates = window.look(&runs);
@@ -160,6 +163,7 @@ impl<B: Backend> Window<'_, '_, B> {
         }
         match state {
             PageState::Frame | PageState::Zero => Some(Outcome::Unchanged),
+            _ if self.pinned.contains(page) => Some(Outcome::Pinned),
             PageState::Swapped => Some(Outcome::Swapped),
             PageState::Private => {
                 let guarded = self.region.options.dma_guarded;

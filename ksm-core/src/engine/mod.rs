@@ -1,7 +1,8 @@
 //! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
-//! here; a pass, holding still, and counters have modules of their own.
+//! here; a pass, DMA, holding still, and counters have modules of their own.
 
 mod pass;
+mod pin;
 mod quiesce;
 mod report;
 
@@ -142,9 +143,13 @@ impl<B: Backend> Ksm<B> {
     ///
     /// # Errors
     /// [`Error::StillShared`] and [`Error::Backend`] when the host has no memory
-    /// for the copies: the region stays registered, and the call can be repeated.
+    /// for the copies, [`Error::Pinned`] while guards hold pages of it: the
+    /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        if !region.pins.close() {
+            return Err(Error::Pinned { region: region.id });
+        }
         // From here on no scan finds it; it comes back if this fails.
         self.layout.remove_region(region.id);
         let done = self.undo(&region);
@@ -157,7 +162,10 @@ impl<B: Backend> Ksm<B> {
                 }
                 Err(held) => return Err(held.into()),
             },
-            Err(_) => self.layout.put_back(&region),
+            Err(_) => {
+                region.pins.reopen();
+                self.layout.put_back(&region);
+            }
         }
         done
     }
@@ -233,7 +241,8 @@ impl<B: Backend> Ksm<B> {
     /// which would show a stale frame on pages that were merged.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], and [`Error::Backend`] when the host refuses; the
+    /// [`Error::OutOfRange`]; [`Error::Pinned`] when guards hold some of them,
+    /// and none is dropped; [`Error::Backend`] when the host refuses, and the
     /// pages in front of the one refused are dropped then.
     pub fn discard(&self, region: RegionId, range: PageRange) -> Result<(), Error> {
         let region = self.region_with(region, range)?;
