@@ -69,6 +69,7 @@
 mod adapters;
 pub mod backend;
 mod budget;
+pub mod census;
 mod config;
 mod domain;
 mod engine;

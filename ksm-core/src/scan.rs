@@ -96,9 +96,6 @@ pub(crate) fn window<B: Backend>(
     Ok(window.findings)
 }
 
-/// From how many neighbours of one content on it is worth a block of frames.
-const STRETCH: usize = 8;
-
 /// For each page, how many neighbours of its content there are from it on.
 fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<usize> {
     let mut lengths = vec![1; pages.len()];
@@ -258,11 +255,16 @@ impl<B: Backend> Window<'_, '_, B> {
         let keys = &self.region.domain.keys;
         let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
         let frame = domain.find(fingerprint, digest)?;
-        Some(if stretch >= STRETCH {
-            domain.stretch(frame)
+        Some(self.first_of(frame, stretch))
+    }
+
+    /// The frame with which `stretch` pages of the content of `frame` begin.
+    fn first_of(&self, frame: FrameId, stretch: usize) -> FrameId {
+        if stretch >= self.config.stretch_pages as usize {
+            self.region.domain.stretch(frame)
         } else {
             frame
-        })
+        }
     }
 
     /// Whether an item of the unstable tree still stands for a page that looks
@@ -287,11 +289,7 @@ impl<B: Backend> Window<'_, '_, B> {
         match domain.plan_frame(previous, fingerprint, &self.buf) {
             Ok(frame) => {
                 domain.unstable.remove(fingerprint);
-                let first = if stretch >= STRETCH {
-                    domain.stretch(frame)
-                } else {
-                    frame
-                };
+                let first = self.first_of(frame, stretch);
                 self.wish_for(other, Goal::Frame(first));
                 let next = self.previous_frame(page);
                 let next = next.and_then(|frame| domain.extend(frame, fingerprint));

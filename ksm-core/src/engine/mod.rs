@@ -17,7 +17,7 @@ use crate::backend::{Backend, Memory, RegionOptions};
 use crate::budget::VmaBudget;
 use crate::config::Config;
 use crate::domain::Domain;
-use crate::error::{BackendError, Error, RegisterError};
+use crate::error::{Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
 use crate::outcome::OutcomeCounts;
@@ -98,13 +98,7 @@ impl<B: Backend> Ksm<B> {
     /// When the host has no store to give.
     pub fn create_domain(&self) -> Result<DomainId, Error> {
         let store = self.backend.open_store()?;
-        let keys = match self.config.seed {
-            Some(seed) => Keys::from_seed(seed),
-            None => Keys::random().map_err(|source| BackendError::Host {
-                call: "getrandom",
-                source,
-            })?,
-        };
+        let keys = Keys::new(self.config.seed)?;
         Ok(self.layout.add_domain(|id| Domain::new(id, keys, store)))
     }
 
@@ -157,7 +151,9 @@ impl<B: Backend> Ksm<B> {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
-        self.layout.remove_region(region.id);
+        if !self.layout.remove_region(region.id) {
+            return Err(Error::NoRegion(region.id));
+        }
         let done = self.undo(&region);
         match done {
             // The lease waits for a pass that is looking at the region.

@@ -69,9 +69,9 @@ impl<B: Backend> Region<B> {
             domain,
             options,
             pins: Arc::default(),
+            pages: Mutex::new(PageTable::new(memory.len())),
             memory,
             lease: Lease::new(),
-            pages: Mutex::default(),
             tally: Mutex::default(),
         }
     }
