@@ -76,11 +76,20 @@ mod tests {
     #[test]
     fn values_out_of_range_are_named() {
         Config::default().validate().unwrap();
-        let config = Config {
+        let zero_stop = Config {
             pages_per_stop: 0,
             ..Config::default()
         };
-        let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("pages_per_stop is 0"), "{error}");
+        let zero_stretch = Config {
+            stretch_pages: 0,
+            ..Config::default()
+        };
+        for (config, words) in [
+            (zero_stop, "pages_per_stop is 0"),
+            (zero_stretch, "stretch_pages is 0"),
+        ] {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
     }
 }

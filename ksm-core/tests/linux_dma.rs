@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use ksm_core::backend::linux::{LinuxBackend, StopMethod};
 use ksm_core::page::{PageIndex, PageRange};
 use ksm_core::{Config, Error, Ksm, Outcome, RegionId, RegionOptions};
-use linux_common::{DirectFile, Guest, Ring, backend, pages};
+use linux_common::{DirectFile, Guest, METHODS, Ring, backend, pages};
 
 /// Guest pages that devices read into.
 const PAGES: u64 = 64;
@@ -36,12 +36,12 @@ struct World {
 }
 
 impl World {
-    fn new(dma_guarded: bool) -> Self {
+    fn new(method: StopMethod, dma_guarded: bool) -> Self {
         let config = Config {
             settle_passes: 0,
             ..Config::default()
         };
-        let ksm = Ksm::new(backend(StopMethod::Move), config).unwrap();
+        let ksm = Ksm::new(backend(method), config).unwrap();
         let domain = ksm.create_domain().unwrap();
         let register = |guest: &Guest| {
             let space = ksm.create_space(domain).unwrap();
@@ -150,14 +150,14 @@ fn o_direct(world: &World, round: u64, _: &dyn Fn()) {
     }
 }
 
-const DEVICES: [(&str, Device, u64); 2] = [("io_uring", io_uring, 60), ("o_direct", o_direct, 200)];
+const DEVICES: [(&str, Device, u64); 2] = [("io_uring", io_uring, 50), ("o_direct", o_direct, 100)];
 
 /// Without guards: pages that were never merged, since each round begins with a
 /// discard. The engine finds the pins itself.
 #[test]
 fn dma_to_pages_that_were_never_merged_arrives_without_guards() {
     for (name, device, rounds) in DEVICES {
-        let world = World::new(false);
+        let world = World::new(StopMethod::Move, false);
         world.while_scanning(|| {
             for round in 0..rounds {
                 world.ksm.discard(world.region, all()).unwrap();
@@ -179,7 +179,7 @@ fn dma_to_pages_that_were_never_merged_arrives_without_guards() {
 #[test]
 fn dma_to_copied_pages_arrives_without_guards_where_none_are_promised() {
     for (name, device, rounds) in DEVICES {
-        let world = World::new(false);
+        let world = World::new(StopMethod::Move, false);
         world.while_scanning(|| {
             for round in 0..rounds {
                 device(&world, round, &|| world.passes());
@@ -195,11 +195,13 @@ fn dma_to_copied_pages_arrives_without_guards_where_none_are_promised() {
     }
 }
 
-/// With guards: copied pages, merged again and again between two guards.
+/// With guards: copied pages, merged again and again between two guards. And
+/// never-merged ones where not even their pins are noticed.
 #[test]
 fn dma_to_copied_pages_arrives_under_guards() {
-    for (name, device, rounds) in DEVICES {
-        let world = World::new(true);
+    let runs = METHODS.map(|method| DEVICES.map(|device| (method, device)));
+    for (method, (name, device, rounds)) in runs.into_iter().flatten() {
+        let world = World::new(method, true);
         world.while_scanning(|| {
             for round in 0..rounds {
                 let guard = world.ksm.pin(world.region, all()).unwrap();
@@ -210,11 +212,11 @@ fn dma_to_copied_pages_arrives_under_guards() {
                 drop(guard);
                 world.passes();
                 world.holds(round);
-                assert_eq!(world.outcome(7), Outcome::Merged, "{name}");
+                assert_eq!(world.outcome(7), Outcome::Merged, "{method:?} {name}");
             }
         });
         let (merged, pinned) = (world.count(Outcome::Merged), world.count(Outcome::Pinned));
-        println!("{name}: {merged} merged, {pinned} found pinned");
+        println!("{method:?} {name}: {merged} merged, {pinned} found pinned");
         assert!(merged >= PAGES * rounds && pinned >= PAGES * rounds);
     }
 }
@@ -222,7 +224,7 @@ fn dma_to_copied_pages_arrives_under_guards() {
 /// Whether what a device reads into a copied page arrives that was pinned before
 /// a pass, with or without a guard. Nothing here depends on time.
 fn arrives(guarded: bool) -> bool {
-    let world = World::new(true);
+    let world = World::new(StopMethod::Move, true);
     let pass = || while world.ksm.scan(1 << 20).unwrap().passes == 0 {};
     for page in 0..PAGES {
         world.guest.fill(page, content(page, 0));
@@ -253,7 +255,7 @@ fn the_guard_is_what_saves_the_bytes() {
 /// Memory that devices use is neither dropped nor given up.
 #[test]
 fn guarded_pages_are_not_discarded_and_their_region_stays() {
-    let world = World::new(true);
+    let world = World::new(StopMethod::Move, true);
     let guard = world.ksm.pin(world.region, pages(4, 4)).unwrap();
     let refused = |done: Result<(), Error>| matches!(done, Err(Error::Pinned { .. }));
     assert!(refused(world.ksm.discard(world.region, pages(7, 4))));

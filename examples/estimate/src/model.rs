@@ -204,7 +204,7 @@ impl Memory for ImageMemory {
     }
 
     fn max_stop(&self) -> u64 {
-        u64::MAX
+        self.len()
     }
 
     fn stop(&self, range: PageRange, _: Backing) -> Result<Held, BackendError> {
@@ -283,5 +283,60 @@ impl Memory for ImageMemory {
     fn discard(&self, range: PageRange, _: Backing) -> Result<(), BackendError> {
         self.show(range, |_| Shown::Hole);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ksm_core::census::Census;
+    use ksm_core::{Config, Ksm, Target};
+
+    use super::*;
+
+    /// An image of pages of these contents; 0 is zeros.
+    fn image(pages: &[Number]) -> Arc<[Content]> {
+        let mut buf = PageBuf::zeroed();
+        let mut page = |&number: &Number| {
+            write(number, &mut buf);
+            (*buf).clone()
+        };
+        let pages: Vec<_> = pages.iter().map(&mut page).collect();
+        let mut census = Census::new(Some([1; 32])).unwrap();
+        census.count(&pages).unwrap().into()
+    }
+
+    #[test]
+    fn the_engine_finds_the_contract_kept() {
+        let bar = ProgressBar::hidden();
+        let ksm = Ksm::new(Model { bar: bar.clone() }, Config::default()).unwrap();
+        let domain = ksm.create_domain().unwrap();
+        let guest = ksm.create_space(domain).unwrap();
+        let stretch: Vec<_> = [&[0, 1, 2, 3, 1, 2][..], &[5; 100]].concat();
+        let options = RegionOptions { dma_guarded: true };
+        let image = image(&stretch);
+        let region = ksm.register(guest, Arc::clone(&image), options).unwrap();
+        let passes = |passes| {
+            for _ in 0..passes {
+                ksm.scan(u64::MAX).unwrap();
+            }
+            assert_eq!(ksm.check(), Ok(()));
+            let stats = ksm.stats();
+            let gone = stats.pages_sharing + stats.stable_node_dups;
+            (gone, stats.ksm_zero_pages, ksm.store_bytes().unwrap())
+        };
+        assert_eq!(passes(1), (0, 0, 0));
+        let frames = |stats: ksm_core::Stats| bytes_in(stats.pages_shared);
+        let merged = passes(2);
+        assert_eq!(merged, (2 + 99, 1, frames(ksm.stats())));
+        assert_eq!(bar.position(), 3 * image.len() as u64);
+
+        ksm.unmerge(Target::All).unwrap();
+        assert_eq!(passes(0).0, 0);
+        assert_eq!(passes(2).0, merged.0, "copied pages are merged again");
+        let tail = PageRange::new(PageIndex(6), 100);
+        ksm.discard(region, tail).unwrap();
+        assert_eq!(passes(1).0, 2);
+        ksm.unregister(region).unwrap();
+        assert_eq!(passes(1), (0, 0, 0));
     }
 }

@@ -3,7 +3,10 @@
 
 mod common;
 
-use common::{Dir, estimate, number, report};
+use std::fs::File;
+use std::process::Command;
+
+use common::{Dir, estimate, good_report, number, report};
 use ksm_core::page::PAGE_SIZE;
 use serde_json::json;
 
@@ -140,6 +143,36 @@ fn what_cannot_be_read_is_named() {
         );
     }
     assert!(complaint(&[], 2).contains("FILE"));
+}
+
+#[test]
+fn pages_are_not_kept() {
+    const IMAGE_BYTES: u64 = 512 << 20;
+    const LIMIT_KIB: u64 = (IMAGE_BYTES >> 10) / 2;
+    let dir = Dir::new("memory");
+    let file = dir.write("sparse", &image(&[1, 2, 1]));
+    File::options()
+        .write(true)
+        .open(&file)
+        .unwrap()
+        .set_len(IMAGE_BYTES)
+        .unwrap();
+    let limited = format!("ulimit -v {LIMIT_KIB} && exec \"$0\" \"$@\"");
+    let output = Command::new("sh")
+        .args([
+            "-c",
+            &limited,
+            env!("CARGO_BIN_EXE_estimate"),
+            &file,
+            "--json",
+        ])
+        // Each thread takes address space.
+        .env("RAYON_NUM_THREADS", "1")
+        .output()
+        .unwrap();
+    let report = good_report(&output);
+    assert_eq!(number(&report, "pages"), IMAGE_BYTES / PAGE_SIZE as u64);
+    assert_eq!(number(&report, "duplicate_pages"), 1);
 }
 
 #[test]
