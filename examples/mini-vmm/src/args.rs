@@ -45,7 +45,7 @@ pub(crate) struct Args {
     pub(crate) image: Vec<PathBuf>,
 
     /// How many pages of its image each guest rewrites and restores, again and
-    /// again, once they have been merged
+    /// again, once our engine has merged them
     #[arg(long, value_name = "PAGES", default_value_t = 512)]
     pub(crate) rewrites: u32,
 

@@ -2,6 +2,8 @@
 //! `/sys/kernel/mm/ksm`
 //! (`Documentation/admin-guide/mm/ksm.rst`).
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -9,8 +11,8 @@ use anyhow::{Context as _, bail};
 use ksm_core::page::{PAGE_SIZE, bytes_in};
 use ksm_core::{MemoryStats, Stats};
 use ksm_vmm_glue::Pacing;
+use procfs::PhysicalPageFlags;
 use procfs::process::{MemoryPageFlags, PageInfo, Process, all_processes};
-use procfs::{KPageFlags, PhysicalPageFlags};
 use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _, MemoryRegionAddress};
 
 use crate::keeper::Keeper;
@@ -145,7 +147,7 @@ impl Ksmd {
     pub(crate) fn guest_stats(&self, index: usize) -> anyhow::Result<MemoryStats> {
         let ram = &self.rams[index];
         let mut pagemap = Process::myself()?.pagemap().context("/proc/self/pagemap")?;
-        let mut all_flags = KPageFlags::new().context("/proc/kpageflags")?;
+        let all_flags = File::open("/proc/kpageflags").context("/proc/kpageflags")?;
         let mut stats = MemoryStats::default();
         stats.pages = ram.pages();
         for region in ram.work.iter() {
@@ -158,7 +160,7 @@ impl Ksmd {
                 if !page.contains(MemoryPageFlags::PRESENT) {
                     continue;
                 }
-                let flags = all_flags.get_info(page.get_page_frame_number())?;
+                let flags = flags_of(&all_flags, page.get_page_frame_number().0)?;
                 // Nothing but ksmd makes zero pages of what guests have filled.
                 stats.ksm_zero_pages += u64::from(flags.contains(PhysicalPageFlags::ZERO_PAGE));
                 stats.ksm_merging_pages += u64::from(flags.contains(PhysicalPageFlags::KSM));
@@ -199,6 +201,15 @@ impl Ksmd {
             ticks * 1000 / procfs::ticks_per_second(),
         ))
     }
+}
+
+/// The flags of a physical page. (A buffered reader would read thousands.)
+fn flags_of(all: &File, frame: u64) -> anyhow::Result<PhysicalPageFlags> {
+    let mut flags = [0; 8];
+    all.read_exact_at(&mut flags, frame * 8)
+        .context("/proc/kpageflags")?;
+    let flags = u64::from_ne_bytes(flags);
+    Ok(PhysicalPageFlags::from_bits_truncate(flags))
 }
 
 /// What a keeper must write so that the host is as it is now.

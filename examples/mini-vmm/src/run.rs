@@ -34,8 +34,9 @@ use crate::vm::KvmCpu;
 /// How long guests have to come to an end together. It is not used up unless one
 /// of them has failed.
 const CLOSING_TIME: Duration = Duration::from_secs(10);
-/// In so many passes an image is merged. Only then do its guests begin to rewrite,
-/// so that they rewrite merged pages.
+/// In so many passes our engine merges an image, even on a budget. Only then do its
+/// guests begin to rewrite: a page that is rewritten before its run is merged has a
+/// frame of its own for ever, and costs mappings.
 const PASSES_BEFORE_REWRITES: u64 = 10;
 /// In how many passes that merge nothing a budget gets from its greatest demand
 /// to its least, with one to spare (`ksm-core`, `budget`).
@@ -306,7 +307,8 @@ fn work_for_a_while(
                     work.stop.store(true, Ordering::Relaxed);
                 }
                 let stats = merger.map(Merger::stats).transpose()?;
-                let passes = stats.as_ref().map_or(u64::MAX, |stats| stats.full_scans);
+                let dedup = merger.and_then(Merger::ours);
+                let passes = dedup.map_or(u64::MAX, |dedup| dedup.stats().full_scans);
                 if args.image.is_empty() || passes >= PASSES_BEFORE_REWRITES {
                     work.lockstep.open();
                 }
