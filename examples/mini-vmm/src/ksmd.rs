@@ -20,9 +20,9 @@ use crate::kvm_slots::advise_mergeable;
 use crate::ram::Ram;
 
 const SYSFS: &str = "/sys/kernel/mm/ksm";
-/// A page that did not change is left out of up to eight passes (`smart_scan`);
-/// then it must be seen twice.
-const QUIET_PASSES: u64 = 10;
+/// A page must be seen twice, and after each time it may be left out of up to eight
+/// passes, because it could not be merged for long (`smart_scan`).
+const QUIET_PASSES: u64 = 20;
 /// How long ksmd may take to come to rest.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How often it is looked at meanwhile.
