@@ -199,7 +199,7 @@ impl Visible for PlainSim {
     fn mapped(&self, guest: &SimGuest, page: PageIndex) -> Mapped {
         match guest.mapped(page) {
             None => Mapped::Nothing,
-            Some(PageState::Frame) => Mapped::Frame,
+            Some(PageState::File) => Mapped::Frame,
             Some(PageState::Private | PageState::Zero | PageState::Swapped) => Mapped::Own,
         }
     }

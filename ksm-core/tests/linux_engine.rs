@@ -6,15 +6,15 @@ mod linux_common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use ksm_core::backend::linux::{LinuxBackend, StopMethod};
+use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::{Config, Ksm, RegionOptions};
-use linux_common::{Guest, METHODS, backend, pages};
+use linux_common::{Guest, KINDS, Kind, pages};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 
-fn engine(method: StopMethod, config: Config, guests: &[Guest]) -> Ksm<LinuxBackend> {
-    let ksm = Ksm::new(backend(method), config).unwrap();
+fn engine(kind: Kind, config: Config, guests: &[Guest]) -> Ksm<LinuxBackend> {
+    let ksm = Ksm::new(kind.backend(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
     for guest in guests {
         let space = ksm.create_space(domain).unwrap();
@@ -32,8 +32,8 @@ fn passes(ksm: &Ksm<LinuxBackend>, count: u64) {
 
 #[test]
 fn equal_guests_share_all_they_have() {
-    for method in METHODS {
-        let guests = [Guest::new(256), Guest::new(256)];
+    for kind in KINDS {
+        let guests = [kind.guest(256), kind.guest(256)];
         for guest in &guests {
             for page in 0..200 {
                 guest.fill(page, 1 + page as u8);
@@ -41,7 +41,7 @@ fn equal_guests_share_all_they_have() {
             guest.fill_all(pages(200, 40), 1);
             guest.fill_all(pages(200, 40), 0);
         }
-        let ksm = engine(method, Config::default(), &guests);
+        let ksm = engine(kind, Config::default(), &guests);
         passes(&ksm, 2);
         ksm.check().unwrap();
         let stats = ksm.stats();
@@ -67,13 +67,13 @@ fn equal_guests_share_all_they_have() {
 fn no_increment_is_lost_under_merges() {
     const PAGES: u64 = 64;
     const ROUNDS: u64 = 400;
-    for method in METHODS {
-        let guests = [Guest::new(PAGES), Guest::new(PAGES), Guest::new(PAGES)];
+    for kind in KINDS {
+        let guests = [kind.guest(PAGES), kind.guest(PAGES), kind.guest(PAGES)];
         let config = Config {
             settle_passes: 0,
             ..Config::default()
         };
-        let ksm = engine(method, config, &guests);
+        let ksm = engine(kind, config, &guests);
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             let scanner = scope.spawn(|| {
@@ -86,7 +86,7 @@ fn no_increment_is_lost_under_merges() {
                     for page in 0..PAGES {
                         let at = MemoryRegionAddress(page * 4096 + 8 * (page % 500));
                         let value: u64 = guest.0.load(at, Ordering::Acquire).unwrap();
-                        assert_eq!(value, round, "{method:?} page {page}");
+                        assert_eq!(value, round, "{kind:?} page {page}");
                         guest.0.store(round + 1, at, Ordering::Release).unwrap();
                     }
                     thread::yield_now();
@@ -104,10 +104,10 @@ fn no_increment_is_lost_under_merges() {
             }
         });
         let stats = ksm.stats();
-        println!("{method:?}: {stats:?}");
+        println!("{kind:?}: {stats:?}");
         assert!(
             stats.cow_breaks > 100,
-            "{method:?}: hardly anything was merged: {stats:?}"
+            "{kind:?}: hardly anything was merged: {stats:?}"
         );
         passes(&ksm, 2);
         ksm.check().unwrap();

@@ -104,8 +104,10 @@ pub enum PageState {
     Private,
     /// Present, the host's page of zeros.
     Zero,
-    /// Present, the frame below shows: merged (and touched).
-    Frame,
+    /// Present, a page of a file shows. Below a page backed by a frame this is
+    /// the frame: merged (and touched). Below the guest's own memory, which may be
+    /// a file itself, these are the guest's own bytes: private.
+    File,
     /// Swapped out, holding bytes of its own.
     Swapped,
 }

@@ -8,16 +8,20 @@ use rustix::mm::Advice;
 use super::caps::{Host, StopMethod};
 use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
+use super::memfd::Memfd;
 use super::source::HostRegion;
-use super::span::Span;
+use super::span::{Span, usize_from};
 use super::staging::Staging;
 use super::store::LinuxStore;
 use super::uffd::Mode;
 use super::vet::{Part, vet};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
-use crate::error::{BackendError, RegisterError};
+use crate::error::{BackendError, MemfdFault, RegisterError};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
+
+/// Pages of a memfd of which it is asked at once whether they are in memory.
+const SHOWN_AT_ONCE: u64 = 1 << 16;
 
 /// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
 /// until it is dropped. Pages that are merged then stay so: their content does
@@ -33,6 +37,8 @@ pub struct LinuxMemory {
     pub(super) span: Span,
     pub(super) parts: Vec<Part>,
     pub(super) options: RegionOptions,
+    /// The file that holds the guest's own pages; none if they are anonymous.
+    pub(super) memfd: Option<Memfd>,
     /// The guest's own pages are moved out; otherwise they are write-protected.
     pub(super) by_move: bool,
     pub(super) staging: Staging,
@@ -61,12 +67,15 @@ impl LinuxMemory {
         // registers it agrees that its pages are replaced by equal ones.
         let span = unsafe { Span::new(start, pages_in(bytes)) };
         let claim = host.claims.claim(span)?;
-        let by_move = stops_by_move(&host, options)?;
+        let memfd =
+            owned_memfd(&source, options).map_err(|why| RegisterError::Memfd { address, why })?;
+        // Pages of a file cannot be moved.
+        let by_move = memfd.is_none() && stops_by_move(&host, options)?;
         let staging =
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
         let parts = {
             use std::os::fd::AsFd;
-            vet(host.smaps.as_fd(), span, staging.span())?
+            vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?
         };
         // From here on dropping it undoes what was done.
         let memory = Self {
@@ -75,6 +84,7 @@ impl LinuxMemory {
             span,
             parts,
             options,
+            memfd,
             by_move,
             staging,
             journal: Journal::default(),
@@ -96,7 +106,25 @@ impl LinuxMemory {
         registered.map_err(|errno| match errno {
             Errno::BUSY => RegisterError::OtherUserfaultfd { address },
             errno => mapping_error("UFFDIO_REGISTER", errno).into(),
-        })
+        })?;
+        if self.memfd.is_some() {
+            // What was written by its descriptor, no page table has.
+            let all = PageRange::new(PageIndex(0), self.span.pages());
+            all.chunks(SHOWN_AT_ONCE).for_each(|part| self.show(part));
+        }
+        Ok(())
+    }
+
+    /// Lets the page map say which pages of a memfd are in memory.
+    pub(super) fn show(&self, range: PageRange) {
+        let Some(residency) = mapping::residency(self.span_of(range)) else {
+            return;
+        };
+        let in_memory = |page: PageIndex| residency[usize_from(page.0 - range.start.0)] & 1 != 0;
+        for part in Journal::parts(range, in_memory) {
+            // Whatever it does not show is looked at once the guest touches it.
+            let _ = mapping::advise(self.span_of(part), Advice::LinuxPopulateRead);
+        }
     }
 
     /// The pages of `range`.
@@ -138,6 +166,18 @@ impl LinuxMemory {
     }
 }
 
+/// The file behind `source`, if it is declared to be a memfd of this process.
+fn owned_memfd(source: &HostRegion, options: RegionOptions) -> Result<Option<Memfd>, MemfdFault> {
+    let Some(file) = source.owned_memfd() else {
+        return Ok(None);
+    };
+    let memfd = Memfd::new(file, pages_in(source.byte_len()))?;
+    if !options.dma_guarded {
+        return Err(MemfdFault::Unguarded);
+    }
+    Ok(Some(memfd))
+}
+
 /// Whether the guest's own pages are to be moved out.
 fn stops_by_move(host: &Host, options: RegionOptions) -> Result<bool, BackendError> {
     match host.capabilities().stop_method {
@@ -170,7 +210,7 @@ impl Memory for LinuxMemory {
             .populated(self.span_of(within), max_pages, |run| {
                 let state = match run.is {
                     is if is.zero() => PageState::Zero,
-                    is if is.file() => PageState::Frame,
+                    is if is.file() => PageState::File,
                     is if is.swapped() => PageState::Swapped,
                     _ => PageState::Private,
                 };
@@ -264,7 +304,7 @@ impl Memory for LinuxMemory {
 
     fn settle(&self, range: PageRange, backing: Backing) -> Settled {
         let settled = if self.was_replaced(range, backing) {
-            self.finish_replacement(range);
+            self.finish_replacement(range, backing);
             Settled::Replaced
         } else {
             Settled::Kept
@@ -284,8 +324,7 @@ impl Memory for LinuxMemory {
 
     fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
         match backing {
-            Backing::Own => mapping::drop_pages(self.span_of(range))
-                .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno)),
+            Backing::Own => self.drop_own(range),
             Backing::Frame => self.map_zeros(range),
         }
     }

@@ -41,6 +41,7 @@ mod claim;
 mod interrupted;
 mod journal;
 mod mapping;
+mod memfd;
 mod memory;
 mod out;
 mod pagemap;

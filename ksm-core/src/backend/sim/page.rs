@@ -119,7 +119,7 @@ impl Page {
             (Hold::Stopped, Bytes::Nowhere, _) | (_, Bytes::Swap(_), _) => Some(PageState::Swapped),
             (_, Bytes::Own(_), _) => Some(PageState::Private),
             (_, Bytes::Below, None) => Some(PageState::Zero),
-            (_, Bytes::Below, Some(_)) => Some(PageState::Frame),
+            (_, Bytes::Below, Some(_)) => Some(PageState::File),
         }
     }
 
