@@ -3,8 +3,10 @@
 
 mod linux_common;
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::{Config, Ksm, RegionOptions};
@@ -75,6 +77,7 @@ fn no_increment_is_lost_under_merges() {
         };
         let ksm = engine(kind, config, &guests);
         let done = AtomicBool::new(false);
+        let together = &Barrier::new(guests.len());
         thread::scope(|scope| {
             let scanner = scope.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
@@ -89,7 +92,10 @@ fn no_increment_is_lost_under_merges() {
                         assert_eq!(value, round, "{kind:?} page {page}");
                         guest.0.store(round + 1, at, Ordering::Release).unwrap();
                     }
-                    thread::yield_now();
+                    // Their memory is equal for a while.
+                    together.wait();
+                    thread::sleep(Duration::from_millis(1));
+                    together.wait();
                 }
             };
             let vcpus: Vec<_> = guests

@@ -5,9 +5,10 @@
 
 mod linux_common;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Barrier};
 use std::thread;
+use std::time::Duration;
 
 use ksm_core::backend::linux::{LinuxBackend, StopMethod};
 use ksm_core::backend::{Backing, FrameStore, Memory, PageState};
@@ -149,7 +150,7 @@ fn unregistered_memory_is_the_memfd_again() {
 fn discarded_memory_reads_zero_and_is_freed() {
     let world = World::new(Config::default(), equal_guests(2));
     let [one, other] = [&world.guests[0], &world.guests[1]];
-    one.fill(0, 91); // Stays its own.
+    one.fill(0, 255); // Stays its own.
     world.passes(2);
     one.fill(5, 99); // Copied.
     assert_eq!((one.file_pages(), other.file_pages()), (1, 1));
@@ -235,7 +236,9 @@ fn a_guest_of_mixed_kinds() {
         assert_eq!(guest.ends(3), (99, content(3)));
         assert_eq!(guest.ends(4), (content(4), content(4)));
     }
-    regions.map(|region| ksm.unregister(region).unwrap());
+    for region in regions {
+        ksm.unregister(region).unwrap();
+    }
     assert_eq!(file.file_ends(3), (99, content(3)));
     assert_eq!(file.file_ends(47), (200, 200));
     assert_eq!(private.ends(39), (200, 200));
@@ -246,6 +249,7 @@ fn a_guest_of_mixed_kinds() {
 #[test]
 fn no_increment_is_lost_when_memory_comes_and_goes() {
     const PAGES: u64 = 32;
+    const ROUNDS: u64 = 300;
     let config = Config {
         settle_passes: 0,
         ..Config::default()
@@ -253,37 +257,38 @@ fn no_increment_is_lost_when_memory_comes_and_goes() {
     let guests: Vec<_> = (0..2).map(|_| Guest::memfd(PAGES)).collect();
     let world = World::new(config, guests);
     let domain = world.ksm.create_domain().unwrap();
-    let stop = AtomicBool::new(false);
+    let together = Barrier::new(2);
     let spaces = [0, 1].map(|_| world.ksm.create_space(domain).unwrap());
-    let rounds = thread::scope(|scope| {
+    thread::scope(|scope| {
         let vcpus: Vec<_> = world
             .guests
             .iter()
             .map(|guest| {
-                let stop = &stop;
+                let together = &together;
                 scope.spawn(move || {
-                    let mut round = 0_u64;
-                    while !stop.load(Ordering::Relaxed) {
+                    for round in 0..ROUNDS {
                         for page in 0..PAGES {
                             let at = MemoryRegionAddress(page * 4096 + 8 * page);
                             let value: u64 = guest.0.load(at, Ordering::Acquire).unwrap();
                             assert_eq!(value, round, "page {page}");
                             guest.0.store(round + 1, at, Ordering::Release).unwrap();
                         }
-                        round += 1;
-                        thread::yield_now();
+                        // Their memory is equal for a while.
+                        together.wait();
+                        thread::sleep(Duration::from_millis(1));
+                        together.wait();
                     }
-                    round
                 })
             })
             .collect();
         let mut regions = world.regions.clone();
-        for turn in 0..60 {
+        let running = || vcpus.iter().any(|vcpu| !vcpu.is_finished());
+        for turn in (0..).take_while(|_| running()) {
             world.ksm.scan(1 << 20).unwrap();
-            if turn % 3 == 0 {
+            if turn % 7 == 0 {
                 world.ksm.unmerge(Target::All).unwrap();
             }
-            if turn % 5 == 0 {
+            if turn % 20 == 0 {
                 for (at, guest) in world.guests.iter().enumerate() {
                     world.ksm.unregister(regions[at]).unwrap();
                     regions[at] = world
@@ -293,17 +298,16 @@ fn no_increment_is_lost_when_memory_comes_and_goes() {
                 }
             }
         }
-        stop.store(true, Ordering::Relaxed);
-        let ends: Vec<_> = vcpus.into_iter().map(|vcpu| vcpu.join()).collect();
-        ends.into_iter().map(|end| end.unwrap()).collect::<Vec<_>>()
+        vcpus.into_iter().for_each(|vcpu| vcpu.join().unwrap());
     });
-    assert!(world.ksm.stats().outcomes[Outcome::Merged] > 100);
+    let merged = world.ksm.stats().outcomes[Outcome::Merged];
+    assert!(merged > 100, "hardly anything was merged: {merged}");
     world.ksm.check().unwrap();
-    for (guest, rounds) in world.guests.iter().zip(rounds) {
+    for guest in &world.guests {
         for page in 0..PAGES {
             let at = MemoryRegionAddress(page * 4096 + 8 * page);
             let value: u64 = guest.0.load(at, Ordering::Acquire).unwrap();
-            assert_eq!(value, rounds);
+            assert_eq!(value, ROUNDS);
         }
     }
 }
@@ -325,12 +329,30 @@ fn a_memfd_sealed_later_is_left_alone() {
     world.guests[0].writes(4, 1).runs_on();
 }
 
+/// A guest whose place in memory and in its file are equal, as far as huge pages
+/// are concerned.
+fn guest_with_huge_pages(n: u64) -> Guest {
+    let place = |guest: &Guest| guest.address() as u64 % (512 * 4096);
+    let file = Arc::new(std::fs::File::from(memfd(n + 512)));
+    let at = |offset| Guest::part_of(FileOffset::from_arc(Arc::clone(&file), offset), n);
+    let mut offset = 0;
+    for _ in 0..100 {
+        // A new mapping comes to lie where the last one was, unless another
+        // thread takes that place.
+        let guest = at(offset);
+        if place(&guest) == offset {
+            return guest;
+        }
+        offset = place(&guest);
+    }
+    panic!("no mapping where huge pages can be");
+}
+
 /// Of a huge page of a memfd, a merged part is freed.
 #[test]
 fn parts_of_huge_pages_are_freed() {
-    let guest = Guest::memfd(3 * 512);
-    let all = pages(0, 3 * 512);
-    guest.fill_all(all, 7);
+    let guest = guest_with_huge_pages(3 * 512);
+    guest.fill_all(pages(0, 3 * 512), 7);
     let first = guest.first_huge_page();
     guest
         .collapse(pages(first, 512))

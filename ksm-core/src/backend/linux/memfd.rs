@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use procfs::process::{MMPermissions, MemoryMap};
 use rustix::fs::{
-    FallocateFlags, OFlags, SealFlags, Stat, fallocate, fcntl_get_seals, fcntl_getfl, fstat, major,
-    minor,
+    FallocateFlags, OFlags, SealFlags, SeekFrom, Stat, fallocate, fcntl_get_seals, fcntl_getfl,
+    fstat, major, minor, seek,
 };
 use rustix::io::{Errno, pwrite};
 use vm_memory::FileOffset;
@@ -21,8 +21,9 @@ use super::mapping::{self, Attributes};
 use super::span::Span;
 use super::store::transfer;
 use super::{host_error, mapping_error};
+use crate::backend::PageRun;
 use crate::error::{BackendError, MemfdFault, RegisterError};
-use crate::page::{PAGE_SIZE, PageBuf, PageIndex, PageRange, bytes_in};
+use crate::page::{PAGE_SIZE, PageBuf, PageIndex, PageRange, bytes_in, pages_in};
 
 /// Seals under which no page can be freed (design fact 1).
 const NO_PUNCH: SealFlags = SealFlags::WRITE.union(SealFlags::FUTURE_WRITE);
@@ -146,6 +147,62 @@ impl Memfd {
         }
     }
 
+    /// Up to `max_pages` pages of `range` for which the file holds memory and that
+    /// are not in `runs`; all in order.
+    ///
+    /// This moves the position of the descriptor, which nobody else uses.
+    pub(super) fn hidden(
+        &self,
+        range: PageRange,
+        max_pages: u64,
+        runs: &[PageRun],
+    ) -> Vec<PageRange> {
+        let mut hidden = Vec::new();
+        let mut left = max_pages;
+        let mut add = |start, end| {
+            let part = PageRange { start, end };
+            if !part.is_empty() && left > 0 {
+                let part = PageRange::new(start, part.len().min(left));
+                left -= part.len();
+                hidden.push(part);
+            }
+            left > 0
+        };
+        let mut known = runs.iter().map(|run| run.range).peekable();
+        let mut at = range.start;
+        while let Some(data) = self.data_from(at, range.end) {
+            // A run may reach over holes, where frames are mapped.
+            at = at.max(data.start);
+            while let Some(run) = known.next_if(|run| run.start < data.end) {
+                add(at, run.start);
+                at = at.max(run.end);
+            }
+            if !add(at, data.end) {
+                break;
+            }
+            at = at.max(data.end);
+        }
+        hidden
+    }
+
+    /// The next pages for which the file holds memory, from `from` on and before
+    /// `end`.
+    fn data_from(&self, from: PageIndex, end: PageIndex) -> Option<PageRange> {
+        if from >= end {
+            return None;
+        }
+        // At the end of the data the answer is ENXIO.
+        let start = seek(&self.file, SeekFrom::Data(self.offset(from))).ok()?;
+        let behind = seek(&self.file, SeekFrom::Hole(start)).ok()?;
+        let page = |offset: u64| PageIndex(pages_in(offset - self.start));
+        let found = PageRange {
+            start: page(start),
+            end: page(behind),
+        };
+        let found = found.intersection(PageRange { start: from, end });
+        (!found.is_empty()).then_some(found)
+    }
+
     /// Writes a page that is not mapped.
     pub(super) fn write(&self, page: PageIndex, content: &PageBuf) -> Result<(), BackendError> {
         transfer("pwrite", PAGE_SIZE, |done| {
@@ -173,4 +230,43 @@ impl Memfd {
 
 fn identity(stat: &Stat) -> ((u32, u32), u64) {
     ((major(stat.st_dev), minor(stat.st_dev)), stat.st_ino)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::PageState;
+
+    #[test]
+    fn what_the_page_map_does_not_say_is_hidden() {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let file = File::from(rustix::fs::memfd_create("guest", flags).unwrap());
+        file.set_len(bytes_in(32)).unwrap();
+        // The region's first page is the file's third.
+        let at = FileOffset::new(file, bytes_in(2));
+        let memfd = Memfd::new(Some(&at), 30).unwrap();
+        let range = |start, len| PageRange::new(PageIndex(start), len);
+        for page in [0, 1, 2, 3, 10, 11, 20].map(PageIndex) {
+            memfd.write(page, &PageBuf::zeroed()).unwrap();
+        }
+        let run = |range| PageRun {
+            range,
+            state: PageState::File,
+            huge: false,
+        };
+        let hidden = |within, max, runs: &[PageRun]| memfd.hidden(within, max, runs);
+        let all = range(0, 30);
+        assert_eq!(
+            hidden(all, 100, &[]),
+            [range(0, 4), range(10, 2), range(20, 1)]
+        );
+        assert_eq!(hidden(all, 5, &[]), [range(0, 4), range(10, 1)]);
+        assert_eq!(hidden(range(11, 9), 100, &[]), [range(11, 1)]);
+        let runs = [range(1, 1), range(2, 9), range(15, 3)].map(run);
+        let expected = [range(0, 1), range(11, 1), range(20, 1)];
+        assert_eq!(hidden(all, 100, &runs), expected);
+        assert_eq!(hidden(all, 100, &[run(all)]), []);
+        memfd.punch(all).unwrap();
+        assert_eq!(hidden(all, 100, &[]), []);
+    }
 }

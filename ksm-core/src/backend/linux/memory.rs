@@ -20,9 +20,6 @@ use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, S
 use crate::error::{BackendError, MemfdFault, RegisterError};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
 
-/// Pages of a memfd of which it is asked at once whether they are in memory.
-const SHOWN_AT_ONCE: u64 = 1 << 16;
-
 /// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
 /// until it is dropped. Pages that are merged then stay so: their content does
 /// not depend on the engine.
@@ -106,25 +103,47 @@ impl LinuxMemory {
         registered.map_err(|errno| match errno {
             Errno::BUSY => RegisterError::OtherUserfaultfd { address },
             errno => mapping_error("UFFDIO_REGISTER", errno).into(),
-        })?;
-        if self.memfd.is_some() {
-            // What was written by its descriptor, no page table has.
-            let all = PageRange::new(PageIndex(0), self.span.pages());
-            all.chunks(SHOWN_AT_ONCE).for_each(|part| self.show(part));
-        }
-        Ok(())
+        })
     }
 
-    /// Lets the page map say which pages of a memfd are in memory.
+    /// Maps the pages of `range` that a memfd holds in memory, so that the page
+    /// map knows of them. Fills no hole and swaps nothing in.
     pub(super) fn show(&self, range: PageRange) {
         let Some(residency) = mapping::residency(self.span_of(range)) else {
             return;
         };
         let in_memory = |page: PageIndex| residency[usize_from(page.0 - range.start.0)] & 1 != 0;
         for part in Journal::parts(range, in_memory) {
-            // Whatever it does not show is looked at once the guest touches it.
+            // What it does not show is looked at once the guest touches it.
             let _ = mapping::advise(self.span_of(part), Advice::LinuxPopulateRead);
         }
+    }
+
+    /// What the page map says of `within`; returns where it stopped.
+    fn scan_page_map(
+        &self,
+        within: PageRange,
+        max_pages: u64,
+        runs: &mut Vec<PageRun>,
+    ) -> Result<PageIndex, BackendError> {
+        let seen = self
+            .host
+            .pagemap
+            .populated(self.span_of(within), max_pages, |run| {
+                let state = match run.is {
+                    is if is.zero() => PageState::Zero,
+                    is if is.file() => PageState::File,
+                    is if is.swapped() => PageState::Swapped,
+                    _ => PageState::Private,
+                };
+                runs.push(PageRun {
+                    range: PageRange::new(within.start.plus(run.first), run.pages),
+                    state,
+                    huge: run.is.huge(),
+                });
+            })
+            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
+        Ok(within.start.plus(seen))
     }
 
     /// The pages of `range`.
@@ -204,24 +223,23 @@ impl Memory for LinuxMemory {
         max_pages: u64,
         runs: &mut Vec<PageRun>,
     ) -> Result<PageIndex, BackendError> {
-        let seen = self
-            .host
-            .pagemap
-            .populated(self.span_of(within), max_pages, |run| {
-                let state = match run.is {
-                    is if is.zero() => PageState::Zero,
-                    is if is.file() => PageState::File,
-                    is if is.swapped() => PageState::Swapped,
-                    _ => PageState::Private,
-                };
-                runs.push(PageRun {
-                    range: PageRange::new(within.start.plus(run.first), run.pages),
-                    state,
-                    huge: run.is.huge(),
-                });
-            })
-            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
-        Ok(within.start.plus(seen))
+        let first = runs.len();
+        let end = self.scan_page_map(within, max_pages, runs)?;
+        let Some(memfd) = &self.memfd else {
+            return Ok(end);
+        };
+        // A memfd may hold pages that are in no page table: written by its
+        // descriptor, say, or of a huge page that was split.
+        let start = within.start;
+        let hidden = memfd.hidden(PageRange { start, end }, max_pages, &runs[first..]);
+        let Some(last) = hidden.last() else {
+            return Ok(end);
+        };
+        let found: u64 = hidden.iter().map(|part| part.len()).sum();
+        let end = if found < max_pages { end } else { last.end };
+        hidden.iter().for_each(|&part| self.show(part));
+        runs.truncate(first);
+        self.scan_page_map(PageRange { start, end }, max_pages, runs)
     }
 
     fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {

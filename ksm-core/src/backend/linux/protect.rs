@@ -31,6 +31,11 @@ impl LinuxMemory {
         let mut verdicts = vec![Some(Refusal::Raced); usize_from(range.len())];
         let index = |page: PageIndex| usize_from(page.0 - range.start.0);
         let mut eligible = Vec::new();
+        if self.memfd.is_some() && backing == Backing::Own {
+            // What the engine read a moment ago may be gone from the page table:
+            // to split a huge page of a file, the kernel takes all of it out.
+            self.show(range);
+        }
         self.look(range, |part, is| {
             let verdict = self.refusal(backing, is);
             verdicts[index(part.start)..index(part.end)].fill(verdict);

@@ -118,9 +118,6 @@ impl LinuxMemory {
         }
         self.journal.mapped(range);
         self.now_own(range);
-        if self.memfd.is_some() {
-            self.show(range);
-        }
         Ok(())
     }
 
