@@ -11,8 +11,8 @@ use intrusive_collections::{KeyAdapter, RBTreeLink, intrusive_adapter};
 
 use crate::fingerprint::{Digest, Fingerprint};
 use crate::page::FrameId;
+use crate::region::Place;
 use crate::sharded::Node;
-use crate::unstable::UnstableItem;
 
 /// A frame in the stable tree.
 #[derive(Debug)]
@@ -58,11 +58,11 @@ impl Node for StableNode {
 pub(crate) struct UnstableNode {
     link: RBTreeLink,
     pub(crate) fingerprint: Fingerprint,
-    pub(crate) item: UnstableItem,
+    pub(crate) item: Place,
 }
 
 impl UnstableNode {
-    pub(crate) fn new(fingerprint: Fingerprint, item: UnstableItem) -> Box<Self> {
+    pub(crate) fn new(fingerprint: Fingerprint, item: Place) -> Box<Self> {
         Box::new(Self {
             link: RBTreeLink::new(),
             fingerprint,

@@ -89,7 +89,7 @@ impl<B: Backend> Domain<B> {
             let mut sharing = self.sharing.lock();
             let frame = sharing.frames.allot(previous);
             let frame = frame.ok_or(BackendError::OutOfMemory)?;
-            sharing.add_loose(frame, fingerprint, digest, false);
+            sharing.add_loose(frame, fingerprint, false);
             frame
         };
         self.fill(frame, content)?;
@@ -137,8 +137,10 @@ impl<B: Backend> Domain<B> {
         let replica = self.replica(frame, first);
         if replica.is_some() {
             // Later pages of this content are to find the block.
-            self.stable.remove(node.fingerprint, &node.digest);
-            self.stable.insert(node.fingerprint, node.digest, first);
+            if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
+                self.stable.remove(node.fingerprint, &digest);
+                self.stable.insert(node.fingerprint, digest, first);
+            }
         } else {
             let mut sharing = self.sharing.lock();
             sharing.free_block_if_empty(first);
@@ -160,19 +162,19 @@ impl<B: Backend> Domain<B> {
 
     /// Makes sure that `to`, a number of a block, holds what `from` holds.
     fn replica(&self, from: FrameId, to: FrameId) -> Option<FrameId> {
-        let (fingerprint, digest) = {
+        let fingerprint = {
             let mut sharing = self.sharing.lock();
             if let Some(node) = sharing.rmap.node(to) {
                 return node.live.then_some(to);
             }
             let node = sharing.rmap.node(from).copied()?;
-            sharing.add_loose(to, node.fingerprint, node.digest, true);
-            (node.fingerprint, node.digest)
+            sharing.add_loose(to, node.fingerprint, true);
+            node.fingerprint
         };
         let mut buf = PageBuf::zeroed();
         self.store.read(from, &mut buf).ok()?;
         // `from` may have been given back meanwhile.
-        let whole = self.keys.fingerprint(&buf) == fingerprint && self.keys.digest(&buf) == digest;
+        let whole = self.keys.fingerprint(&buf) == fingerprint;
         (whole && self.fill(to, &buf).is_ok()).then_some(to)
     }
 
@@ -205,10 +207,9 @@ impl<B: Backend> Domain<B> {
 
     /// The page of `item` got a copy of its own; its mapping still names the
     /// frame.
-    pub(crate) fn unshare(&self, item: ItemId) {
+    pub(crate) fn unshare(&self, frame: FrameId, item: ItemId) {
         let mut sharing = self.sharing.lock();
-        let (frame, left) = sharing.rmap.remove(item);
-        if left == 0 {
+        if sharing.rmap.remove(frame, item) == 0 {
             self.retire(&mut sharing, frame);
         }
     }
@@ -228,15 +229,13 @@ impl<B: Backend> Domain<B> {
 
     /// Undoes a [`Self::reserve`] for a mapping that did not come about, or is
     /// gone with its page.
-    pub(crate) fn release(&self, item: ItemId) {
-        let frame = {
-            let mut sharing = self.sharing.lock();
-            let (frame, left) = sharing.rmap.remove(item);
-            if left == 0 {
-                sharing.make_loose(frame);
-            }
-            frame
-        };
+    pub(crate) fn release(&self, frame: FrameId, item: ItemId) {
+        let mut sharing = self.sharing.lock();
+        if sharing.rmap.remove(frame, item) == 0 {
+            // The sweep decides: other pages may be about to map it.
+            sharing.make_loose(frame);
+        }
+        drop(sharing);
         self.unname(frame);
     }
 
@@ -248,10 +247,10 @@ impl<B: Backend> Domain<B> {
         };
         if node.live {
             sharing.rmap.set_live(frame, false);
-            if self.stable.find_exact(node.fingerprint, &node.digest) == Some(frame) {
-                self.stable.remove(node.fingerprint, &node.digest);
+            if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
+                self.stable.remove(node.fingerprint, &digest);
                 if let Some(heir) = sharing.heir(frame, &node) {
-                    self.stable.insert(node.fingerprint, node.digest, heir);
+                    self.stable.insert(node.fingerprint, digest, heir);
                 }
             }
         }
@@ -307,20 +306,23 @@ impl<B: Backend> Domain<B> {
                     node.sharers
                 ));
             }
-            let found = self.stable.find_exact(node.fingerprint, &node.digest);
-            if found == Some(frame) && !node.live || found.is_none() && node.live {
-                return Err(format!(
-                    "{frame}: live is {}, the stable tree says {found:?}",
-                    node.live
-                ));
+            let stands = self.stable.digest_of(node.fingerprint, frame);
+            if stands.is_some() && !node.live {
+                return Err(format!("{frame}: not live, but in the stable tree"));
             }
             if node.live {
-                live += usize::from(found == Some(frame));
+                live += usize::from(stands.is_some());
                 self.store
                     .read(frame, &mut buf)
                     .map_err(|error| error.to_string())?;
-                if self.keys.digest(&buf) != node.digest {
+                let digest = self.keys.digest(&buf);
+                let whole = self.keys.fingerprint(&buf) == node.fingerprint
+                    && stands.is_none_or(|stands| stands == digest);
+                if !whole {
                     return Err(format!("{frame}: its content is not what was merged"));
+                }
+                if self.stable.find_exact(node.fingerprint, &digest).is_none() {
+                    return Err(format!("{frame}: live, but nobody can find its content"));
                 }
             }
             if sharing.frames.is_free(frame.0) {

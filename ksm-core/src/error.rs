@@ -110,6 +110,12 @@ pub enum RegisterError {
         /// Host address of the overlap.
         address: u64,
     },
+    /// It has more pages than a region can, or there were too many regions.
+    #[error("{pages} pages are more than a region can have, or 16 million regions were made")]
+    TooLarge {
+        /// Its length, in pages.
+        pages: u64,
+    },
     /// The host failed.
     #[error(transparent)]
     Backend(#[from] BackendError),

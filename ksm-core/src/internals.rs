@@ -3,9 +3,9 @@
 
 use crate::fingerprint::{Digest, Fingerprint, Keys};
 use crate::page::{FrameId, PageBuf, PageIndex};
-use crate::region::{Lease, RegionId};
+use crate::region::{Lease, Place, RegionId};
 use crate::stable::{Found, StableTree};
-use crate::unstable::{UnstableItem, UnstableTree};
+use crate::unstable::UnstableTree;
 
 /// Fingerprints and digests.
 #[derive(Debug)]
@@ -79,10 +79,7 @@ impl Unstable {
 
     /// Whether a page has this fingerprint; puts one in if not.
     pub fn find_or_insert(&self, fingerprint: u64, page: u64) -> bool {
-        let item = UnstableItem {
-            region: RegionId(0),
-            page: PageIndex(page),
-        };
+        let item = Place::new(RegionId(0), PageIndex(page));
         let stands = self.0.find_or_insert(Fingerprint(fingerprint), item);
         stands.is_some()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::domain::Domain;
 use crate::error::Error;
-use crate::region::{DomainId, Region, RegionId, SpaceId};
+use crate::region::{DomainId, Place, Region, RegionId, SpaceId};
 use crate::sync::Mutex;
 
 /// Everything that is registered with an engine. Its lock is held only to look
@@ -61,11 +61,15 @@ impl<B: Backend> Layout<B> {
         Ok(id)
     }
 
-    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> RegionId {
+    /// Enters a region; `None` when no number is left for it.
+    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> Option<RegionId> {
         let mut inner = self.inner.lock();
         let id = RegionId(inner.number());
+        if id.0 >= Place::MAX_REGIONS {
+            return None;
+        }
         inner.regions.insert(id, Arc::new(make(id)));
-        id
+        Some(id)
     }
 
     pub(crate) fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {

@@ -73,10 +73,7 @@ mod config;
 mod domain;
 mod engine;
 pub mod error;
-#[cfg(feature = "fault-injection")]
 pub mod fault;
-#[cfg(not(feature = "fault-injection"))]
-mod fault;
 mod fingerprint;
 mod frames;
 #[cfg(feature = "internals")]

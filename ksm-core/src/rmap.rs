@@ -3,11 +3,11 @@
 //! A frame's stable node heads a list of rmap_items, one for each page that
 //! maps it as shared. An item names its page by region and linear page index,
 //! not by address, so that it stays right when the region moves. Items live in
-//! a slab and are linked by index: 24 bytes each.
+//! a slab and are linked by index: 16 bytes each.
 
-use crate::fingerprint::{Digest, Fingerprint};
+use crate::fingerprint::Fingerprint;
 use crate::page::{FrameId, PageIndex};
-use crate::region::RegionId;
+use crate::region::{Place, RegionId};
 
 /// An rmap_item's number. Below 0xff00_0000, so that a page's record can hold
 /// it beside other tags.
@@ -19,10 +19,8 @@ const ITEM_LIMIT: usize = 0xff00_0000;
 
 #[derive(Clone, Copy, Debug)]
 struct RmapItem {
-    page: PageIndex,
-    region: u32,
-    /// `NONE` in a free item.
-    frame: u32,
+    /// `None` in a free item.
+    place: Option<Place>,
     /// In a free item, the next free one.
     next: u32,
     previous: u32,
@@ -40,7 +38,6 @@ fn grow<T>(slab: &mut Vec<T>, len: usize) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StableNode {
     pub(crate) fingerprint: Fingerprint,
-    pub(crate) digest: Digest,
     /// How many items it heads.
     pub(crate) sharers: u32,
     /// How many pages' mappings name it: its sharers, and pages copied since.
@@ -86,13 +83,7 @@ impl Default for Rmap {
 
 impl Rmap {
     /// A node for a frame that was just allotted, not live yet.
-    pub(crate) fn add_node(
-        &mut self,
-        frame: FrameId,
-        fingerprint: Fingerprint,
-        digest: Digest,
-        in_block: bool,
-    ) {
+    pub(crate) fn add_node(&mut self, frame: FrameId, fingerprint: Fingerprint, in_block: bool) {
         let place = frame.0 as usize;
         if self.nodes.len() <= place {
             grow(&mut self.nodes, place + 1);
@@ -101,7 +92,6 @@ impl Rmap {
         debug_assert!(self.nodes[place].is_none());
         self.nodes[place] = Some(StableNode {
             fingerprint,
-            digest,
             sharers: 0,
             named: 0,
             abandoned: 0,
@@ -149,9 +139,7 @@ impl Rmap {
     ) -> Option<ItemId> {
         let head = self.node(frame).filter(|node| node.live)?.head;
         let item = RmapItem {
-            page,
-            region: region.number(),
-            frame: frame.0,
+            place: Some(Place::new(region, page)),
             next: head,
             previous: NONE,
         };
@@ -185,33 +173,34 @@ impl Rmap {
         u32::try_from(self.items.len() - 1).ok()
     }
 
-    /// Takes a page off the list of its frame, which its mapping still names.
-    /// Returns the frame and how many sharers are left.
-    pub(crate) fn remove(&mut self, item: ItemId) -> (FrameId, u32) {
+    /// Takes a page off the list of `frame`, which its mapping still names.
+    /// Returns how many sharers are left.
+    pub(crate) fn remove(&mut self, frame: FrameId, item: ItemId) -> u32 {
         let RmapItem {
-            frame,
+            place,
             next,
             previous,
-            ..
         } = self.items[item.0 as usize];
-        assert_ne!(frame, NONE, "an rmap_item was freed twice");
+        assert!(place.is_some(), "an rmap_item was freed twice");
         if next != NONE {
             self.items[next as usize].previous = previous;
         }
         if previous == NONE {
-            self.node_mut(frame).head = next;
+            let node = self.node_mut(frame.0);
+            debug_assert_eq!(node.head, item.0, "the item is of another frame");
+            node.head = next;
         } else {
             self.items[previous as usize].next = next;
         }
-        self.items[item.0 as usize].frame = NONE;
+        self.items[item.0 as usize].place = None;
         self.items[item.0 as usize].next = self.free;
         self.free = item.0;
-        let node = self.node_mut(frame);
+        let node = self.node_mut(frame.0);
         node.sharers -= 1;
         let left = node.sharers;
         self.sharers -= 1;
         self.shared -= u64::from(left == 0);
-        (FrameId(frame), left)
+        left
     }
 
     /// One page's mapping no longer names the frame. Returns how many still do.
@@ -235,7 +224,7 @@ impl Rmap {
         let head = self.node(frame).map_or(NONE, |node| node.head);
         let item = |id: u32| (id != NONE).then(|| &self.items[id as usize]);
         std::iter::successors(item(head), move |current| item(current.next))
-            .map(|item| (RegionId(item.region), item.page))
+            .filter_map(|item| item.place.map(Place::parts))
     }
 
     /// Frames with at least one sharer: `pages_shared`.
@@ -274,7 +263,7 @@ mod tests {
 
     fn rmap() -> Rmap {
         let mut rmap = Rmap::default();
-        rmap.add_node(FrameId(4), Fingerprint(1), Digest([2; 16]), false);
+        rmap.add_node(FrameId(4), Fingerprint(1), false);
         rmap.set_live(FrameId(4), true);
         rmap
     }
@@ -284,8 +273,9 @@ mod tests {
     }
 
     #[test]
-    fn an_item_is_24_bytes() {
-        assert_eq!(size_of::<RmapItem>(), 24);
+    fn records_are_small() {
+        assert_eq!(size_of::<RmapItem>(), 16);
+        assert_eq!(size_of::<Option<StableNode>>(), 32);
     }
 
     #[test]
@@ -293,14 +283,14 @@ mod tests {
         let mut rmap = rmap();
         let items = [1, 2, 3].map(|page| add(&mut rmap, page));
         assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (1, 2));
-        assert_eq!(rmap.remove(items[1]), (FrameId(4), 2));
+        assert_eq!(rmap.remove(FrameId(4), items[1]), 2);
         let pages: Vec<_> = rmap
             .sharers_of(FrameId(4))
             .map(|(_, page)| page.0)
             .collect();
         assert_eq!(pages, [3, 1]);
-        assert_eq!(rmap.remove(items[2]).1, 1);
-        assert_eq!(rmap.remove(items[0]).1, 0);
+        assert_eq!(rmap.remove(FrameId(4), items[2]), 1);
+        assert_eq!(rmap.remove(FrameId(4), items[0]), 0);
         assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (0, 0));
         assert_eq!(rmap.node(FrameId(4)).unwrap().named, 3);
         assert_eq!(rmap.unname(FrameId(4)), 2);

@@ -18,8 +18,7 @@ use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, Record, Region, RegionGuard, RegionId};
-use crate::unstable::UnstableItem;
+use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId};
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -217,10 +216,7 @@ impl<B: Backend> Window<'_, '_, B> {
         if self.config.use_zero_pages && fingerprint == domain.keys.zero_fingerprint() {
             return self.wish(page, Goal::Zero);
         }
-        let me = UnstableItem {
-            region: self.region.id,
-            page,
-        };
+        let me = Place::new(self.region.id, page);
         match domain.unstable.find_or_insert(fingerprint, me) {
             Some(other) if other != me && self.still_there(other, fingerprint) => {
                 self.promote(page, other, fingerprint, stretch);
@@ -272,22 +268,17 @@ impl<B: Backend> Window<'_, '_, B> {
 
     /// Whether an item of the unstable tree still stands for a page that looks
     /// like `fingerprint`.
-    fn still_there(&self, item: UnstableItem, fingerprint: Fingerprint) -> bool {
-        let record = match self.layout.region(item.region) {
-            Ok(region) => region.pages().get(item.page),
+    fn still_there(&self, place: Place, fingerprint: Fingerprint) -> bool {
+        let (region, page) = place.parts();
+        let record = match self.layout.region(region) {
+            Ok(region) => region.pages().get(page),
             Err(_) => return false,
         };
         record.class == Class::Unshared && record.fingerprint == Some(fingerprint)
     }
 
     /// Two equal pages: a frame for both, in the stable tree.
-    fn promote(
-        &mut self,
-        page: PageIndex,
-        other: UnstableItem,
-        fingerprint: Fingerprint,
-        stretch: usize,
-    ) {
+    fn promote(&mut self, page: PageIndex, other: Place, fingerprint: Fingerprint, stretch: usize) {
         let domain = &self.region.domain;
         let read = self.guard.memory().read(page, &mut self.buf);
         if read.is_err() || domain.keys.fingerprint(&self.buf) != fingerprint {
@@ -319,11 +310,11 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     fn wish(&mut self, page: PageIndex, goal: Goal) {
-        let region = self.region.id;
-        self.wish_for(UnstableItem { region, page }, goal);
+        self.wish_for(Place::new(self.region.id, page), goal);
     }
 
-    fn wish_for(&mut self, UnstableItem { region, page }: UnstableItem, goal: Goal) {
+    fn wish_for(&mut self, place: Place, goal: Goal) {
+        let (region, page) = place.parts();
         if let Goal::Frame(frame) = goal
             && region == self.region.id
         {

@@ -226,14 +226,11 @@ mod loom_tests {
 
     use super::*;
     use crate::page::PageIndex;
-    use crate::region::RegionId;
-    use crate::unstable::{UnstableItem, UnstableTree};
+    use crate::region::{Place, RegionId};
+    use crate::unstable::UnstableTree;
 
-    fn item(page: u64) -> UnstableItem {
-        UnstableItem {
-            region: RegionId(0),
-            page: PageIndex(page),
-        }
+    fn item(page: u64) -> Place {
+        Place::new(RegionId(0), PageIndex(page))
     }
 
     /// Two threads bring equal pages while the tree is cut anew: one stands, the

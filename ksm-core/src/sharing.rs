@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::fingerprint::{Digest, Fingerprint};
+use crate::fingerprint::Fingerprint;
 use crate::frames::{BLOCK, Frames, block_of};
 use crate::page::FrameId;
 use crate::rmap::{Rmap, StableNode};
@@ -33,14 +33,8 @@ pub(crate) struct Block {
 impl Sharing {
     /// A node for a number just allotted. From here on a sweep gives it back,
     /// whatever happens.
-    pub(crate) fn add_loose(
-        &mut self,
-        frame: FrameId,
-        fingerprint: Fingerprint,
-        digest: Digest,
-        in_block: bool,
-    ) {
-        self.rmap.add_node(frame, fingerprint, digest, in_block);
+    pub(crate) fn add_loose(&mut self, frame: FrameId, fingerprint: Fingerprint, in_block: bool) {
+        self.rmap.add_node(frame, fingerprint, in_block);
         if in_block && let Some(block) = self.blocks.get_mut(&block_of(frame)) {
             block.nodes += 1;
         }
@@ -94,7 +88,7 @@ impl Sharing {
         let siblings = (0..BLOCK).map(|number| first.plus(number));
         siblings.chain([block.original]).find(|&heir| {
             let heir = self.rmap.node(heir);
-            heir.is_some_and(|heir| heir.live && heir.digest == node.digest)
+            heir.is_some_and(|heir| heir.live && heir.fingerprint == node.fingerprint)
         })
     }
 }

@@ -63,6 +63,22 @@ impl StableTree {
         })
     }
 
+    /// The digest under which `frame` stands; `None` if another frame stands for
+    /// its content, or none.
+    pub(crate) fn digest_of(&self, fingerprint: Fingerprint, frame: FrameId) -> Option<Digest> {
+        let first = (fingerprint, Digest::MIN);
+        self.0.look(&first, |tree| {
+            let mut cursor = tree.lower_bound(Bound::Included(&first));
+            while let Some(node) = cursor.get().filter(|node| node.fingerprint == fingerprint) {
+                if node.frame == frame {
+                    return Some(node.digest);
+                }
+                cursor.move_next();
+            }
+            None
+        })
+    }
+
     /// The frame of a content.
     pub(crate) fn find_exact(&self, fingerprint: Fingerprint, digest: &Digest) -> Option<FrameId> {
         let key = (fingerprint, *digest);

@@ -7,18 +7,8 @@
 
 use crate::adapters::UnstableNode;
 use crate::fingerprint::Fingerprint;
-use crate::page::PageIndex;
-use crate::region::RegionId;
+use crate::region::Place;
 use crate::sharded::ShardedTree;
-
-/// A page that stands in the unstable tree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct UnstableItem {
-    /// Its region.
-    pub(crate) region: RegionId,
-    /// Its place there.
-    pub(crate) page: PageIndex,
-}
 
 /// Pages by their fingerprints, one for each.
 #[derive(Debug)]
@@ -32,11 +22,7 @@ impl UnstableTree {
 
     /// The page that stands under the fingerprint; if there is none, `item` from
     /// now on.
-    pub(crate) fn find_or_insert(
-        &self,
-        fingerprint: Fingerprint,
-        item: UnstableItem,
-    ) -> Option<UnstableItem> {
+    pub(crate) fn find_or_insert(&self, fingerprint: Fingerprint, item: Place) -> Option<Place> {
         self.0.find_or_insert(
             &fingerprint,
             || UnstableNode::new(fingerprint, item),
@@ -45,7 +31,7 @@ impl UnstableTree {
     }
 
     /// Takes the page of a fingerprint out.
-    pub(crate) fn remove(&self, fingerprint: Fingerprint) -> Option<UnstableItem> {
+    pub(crate) fn remove(&self, fingerprint: Fingerprint) -> Option<Place> {
         Some(self.0.remove(&fingerprint)?.item)
     }
 
@@ -92,12 +78,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::page::PageIndex;
+    use crate::region::RegionId;
 
-    fn item(page: u64) -> UnstableItem {
-        UnstableItem {
-            region: RegionId(1),
-            page: PageIndex(page),
-        }
+    fn item(page: u64) -> Place {
+        Place::new(RegionId(1), PageIndex(page))
     }
 
     proptest! {
@@ -130,6 +115,6 @@ mod tests {
     #[test]
     fn a_node_is_smaller_than_the_kernels() {
         // struct ksm_rmap_item, mm/ksm.c: 64 bytes.
-        assert_eq!(UnstableTree::node_bytes(), 48);
+        assert_eq!(UnstableTree::node_bytes(), 40);
     }
 }

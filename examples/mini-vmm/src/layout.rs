@@ -48,7 +48,7 @@ pub(crate) mod mail {
 }
 
 /// Offsets inside a descriptor. It begins with the page's
-/// [`Kind`](crate::content::Kind), 4 bytes.
+/// `Kind`, 4 bytes.
 pub(crate) mod descriptor {
     /// Bytes of one descriptor; the payload shifts by its log2.
     pub(crate) const BYTES: u64 = 32;

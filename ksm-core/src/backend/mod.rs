@@ -199,6 +199,12 @@ pub trait Memory: Debug + Send + Sync + 'static {
     /// The store whose frames pages of this memory may map.
     type Store: FrameStore;
 
+    /// Gives the memory up: it can be attached again when this returns. From here
+    /// on it is only looked at ([`Memory::populated`], [`Memory::read`]), by a pass
+    /// that has not noticed yet. Dropping it does the same. The second time it
+    /// does nothing.
+    fn detach(&self);
+
     /// Length, in pages.
     fn len(&self) -> u64;
 

@@ -119,7 +119,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         self.memory().lift(range, backing);
         let flight = std::mem::take(&mut *self.lease.journal());
         for pending in flight.pending {
-            self.region().domain.release(pending.item);
+            self.region().domain.release(pending.frame, pending.item);
         }
     }
 

@@ -19,6 +19,7 @@ use super::{host_error, mapping, mapping_error};
 use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
 use crate::error::{BackendError, MemfdFault, RegisterError};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
+use crate::sync::Mutex;
 
 /// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
 /// until it is dropped. Pages that are merged then stay so: their content does
@@ -41,7 +42,7 @@ pub struct LinuxMemory {
     pub(super) staging: Staging,
     pub(super) journal: Journal,
     /// Given up last, when nothing is stopped or registered any more.
-    _claim: Claim,
+    claim: Mutex<Option<Claim>>,
 }
 
 impl LinuxMemory {
@@ -85,7 +86,7 @@ impl LinuxMemory {
             by_move,
             staging,
             journal: Journal::default(),
-            _claim: claim,
+            claim: Mutex::new(Some(claim)),
         };
         memory.take_over(address)?;
         Ok(memory)
@@ -212,6 +213,25 @@ fn stops_by_move(host: &Host, options: RegionOptions) -> Result<bool, BackendErr
 
 impl Memory for LinuxMemory {
     type Store = LinuxStore;
+
+    /// Whatever is still stopped runs again, and the memory is as registered
+    /// with nobody.
+    fn detach(&self) {
+        let mut claim = self.claim.lock();
+        if claim.is_none() {
+            return;
+        }
+        if self.by_move {
+            self.put_back(self.journal.run());
+        }
+        // Lifts write-protection and wakes as well. It fails only if somebody
+        // has unmapped a part: there is nothing left to do for that.
+        let _ = self.host.uffd.unregister(self.span);
+        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
+            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
+        }
+        *claim = None;
+    }
 
     fn len(&self) -> u64 {
         self.span.pages()
@@ -349,17 +369,7 @@ impl Memory for LinuxMemory {
 }
 
 impl Drop for LinuxMemory {
-    /// Whatever is still stopped runs again, and the memory is as registered
-    /// with nobody.
     fn drop(&mut self) {
-        if self.by_move {
-            self.put_back(self.journal.run());
-        }
-        // Lifts write-protection and wakes as well. It fails only if somebody
-        // has unmapped a part: there is nothing left to do for that.
-        let _ = self.host.uffd.unregister(self.span);
-        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
-            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
-        }
+        self.detach();
     }
 }

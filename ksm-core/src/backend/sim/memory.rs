@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Host;
 use super::call::Call;
@@ -20,6 +21,7 @@ pub struct SimMemory {
     host: Arc<Host>,
     region: usize,
     len: u64,
+    attached: AtomicBool,
 }
 
 impl fmt::Debug for SimMemory {
@@ -30,7 +32,12 @@ impl fmt::Debug for SimMemory {
 
 impl SimMemory {
     pub(super) const fn new(host: Arc<Host>, region: usize, len: u64) -> Self {
-        Self { host, region, len }
+        Self {
+            host,
+            region,
+            len,
+            attached: AtomicBool::new(true),
+        }
     }
 
     /// A call that is about `range`, with the world's steps around it.
@@ -167,6 +174,12 @@ impl World {
 impl Memory for SimMemory {
     type Store = SimStore;
 
+    fn detach(&self) {
+        if self.attached.swap(false, Ordering::Relaxed) {
+            self.host.lock().detach(self.region);
+        }
+    }
+
     fn len(&self) -> u64 {
         self.len
     }
@@ -263,6 +276,6 @@ impl Memory for SimMemory {
 
 impl Drop for SimMemory {
     fn drop(&mut self) {
-        self.host.lock().detach(self.region);
+        self.detach();
     }
 }

@@ -1,0 +1,260 @@
+//! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
+//! here; a pass, holding still, and counters have modules of their own.
+
+mod pass;
+mod quiesce;
+mod report;
+
+pub use quiesce::Quiesced;
+pub use report::Explanation;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use crate::backend::{Backend, Memory, RegionOptions};
+use crate::budget::VmaBudget;
+use crate::config::Config;
+use crate::domain::Domain;
+use crate::error::{BackendError, Error, RegisterError};
+use crate::fingerprint::Keys;
+use crate::layout::Layout;
+use crate::outcome::OutcomeCounts;
+use crate::page::PageRange;
+use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
+use crate::unshare;
+use pass::Pass;
+
+/// What an unmerge is to reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Everything.
+    All,
+    /// One guest.
+    Space(SpaceId),
+    /// Some pages of one region.
+    Pages(RegionId, PageRange),
+}
+
+/// The engine: merges equal pages of the guests registered with it.
+///
+/// It has no thread and no clock: the embedder calls [`Ksm::scan`], from one
+/// thread at a time, as often as it wants memory merged, and may call everything
+/// else from any thread meanwhile.
+///
+/// Dropping the engine leaves merged pages merged; guests go on, and writes to
+/// such pages are copied by the host as before. To have plain memory again,
+/// [`Ksm::unregister`] it first.
+#[derive(Debug)]
+pub struct Ksm<B: Backend> {
+    backend: B,
+    config: Config,
+    layout: Layout<B>,
+    /// The right to scan; what it carries is where the pass stands.
+    scanner: Lease<Pass>,
+    full_scans: AtomicU64,
+    vmas: VmaBudget,
+    retired: crate::sync::Mutex<BTreeMap<DomainId, Retired>>,
+}
+
+/// What regions that are gone had counted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Retired {
+    cow_breaks: u64,
+    pages_scanned: u64,
+    outcomes: OutcomeCounts,
+}
+
+impl<B: Backend> Ksm<B> {
+    /// An engine with nothing registered.
+    ///
+    /// # Errors
+    /// [`Error::Config`] when a setting makes no sense.
+    pub fn new(backend: B, config: Config) -> Result<Self, Error> {
+        config.validate()?;
+        let spare = || backend.free_vmas().map(|free| free / 4 * 3);
+        Ok(Self {
+            vmas: VmaBudget::new(config.max_vmas.or_else(spare)),
+            backend,
+            config,
+            layout: Layout::default(),
+            scanner: Lease::new(),
+            full_scans: AtomicU64::new(0),
+            retired: crate::sync::Mutex::default(),
+        })
+    }
+
+    /// The host side.
+    pub const fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Makes a trust domain: guests in it may share frames, with nobody else.
+    /// One domain a guest unless guests trust one another: who shares a page can
+    /// learn from the time a write takes that somebody else has it too.
+    ///
+    /// # Errors
+    /// When the host has no store to give.
+    pub fn create_domain(&self) -> Result<DomainId, Error> {
+        let store = self.backend.open_store()?;
+        let keys = match self.config.seed {
+            Some(seed) => Keys::from_seed(seed),
+            None => Keys::random().map_err(|source| BackendError::Host {
+                call: "getrandom",
+                source,
+            })?,
+        };
+        Ok(self.layout.add_domain(|id| Domain::new(id, keys, store)))
+    }
+
+    /// Makes an address space, which is a guest, in a trust domain.
+    ///
+    /// # Errors
+    /// [`Error::NoDomain`].
+    pub fn create_space(&self, domain: DomainId) -> Result<SpaceId, Error> {
+        self.layout.add_space(domain)
+    }
+
+    /// Takes a piece of a guest's memory under care. It is first looked at by
+    /// the next pass.
+    ///
+    /// # Errors
+    /// [`Error::Register`] when this memory can never be merged safely.
+    pub fn register(
+        &self,
+        space: SpaceId,
+        source: B::Source,
+        options: RegionOptions,
+    ) -> Result<RegionId, Error> {
+        let domain = self.layout.domain_of(space)?;
+        let memory = self.backend.attach(source, options)?;
+        let pages = memory.len();
+        if pages > Place::MAX_PAGES {
+            return Err(RegisterError::TooLarge { pages }.into());
+        }
+        let region = |id| Region::new(id, space, domain, memory, options);
+        let id = self.layout.add_region(region);
+        Ok(id.ok_or(RegisterError::TooLarge { pages })?)
+    }
+
+    /// Gives every page of a region a copy of its own, puts plain memory in
+    /// place of mappings of frames, and forgets the region. Zero pages stay as
+    /// the host made them. To be rid of the content as well, [`Ksm::discard`] it
+    /// first: that is quick.
+    ///
+    /// In a region that is not declared `dma_guarded`, mappings of frames stay
+    /// below the copies: such memory must not be dropped by `MADV_DONTNEED`
+    /// later, which would show frames again, only unmapped or mapped anew.
+    ///
+    /// # Errors
+    /// [`Error::StillShared`] and [`Error::Backend`] when the host has no memory
+    /// for the copies: the region stays registered, and the call can be repeated.
+    pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
+        let region = self.layout.region(region)?;
+        // From here on no scan finds it; it comes back if this fails.
+        self.layout.remove_region(region.id);
+        let done = self.undo(&region);
+        match done {
+            // The lease waits for a pass that is looking at the region.
+            Ok(()) => match region.lock() {
+                Ok(guard) => {
+                    guard.memory().detach();
+                    self.retire(&region);
+                }
+                Err(held) => return Err(held.into()),
+            },
+            Err(_) => self.layout.put_back(&region),
+        }
+        done
+    }
+
+    fn undo(&self, region: &Region<B>) -> Result<(), Error> {
+        unshare::unmerge(region, region.range())?;
+        if region.options.dma_guarded {
+            unshare::restore(region, region.range())?;
+        }
+        Ok(())
+    }
+
+    fn retire(&self, region: &Region<B>) {
+        for (_, record) in region.pages().seen(region.range()) {
+            if let Some(frame) = record.frame {
+                region.domain.abandon(frame);
+            }
+        }
+        let tally = *region.tally();
+        let mut retired = self.retired.lock();
+        let sums = retired.entry(region.domain.id).or_default();
+        sums.cow_breaks += tally.cow_breaks;
+        sums.pages_scanned += tally.pages_scanned;
+        sums.outcomes.add(&tally.outcomes);
+    }
+
+    /// Unregisters what is left of a guest and forgets it.
+    ///
+    /// # Errors
+    /// As [`Ksm::unregister`].
+    pub fn remove_space(&self, space: SpaceId) -> Result<(), Error> {
+        for region in self.layout.regions_of(space)? {
+            self.unregister(region.id)?;
+        }
+        self.layout.remove_space(space);
+        Ok(())
+    }
+
+    /// Forgets a trust domain and its store.
+    ///
+    /// # Errors
+    /// [`Error::NoDomain`], [`Error::DomainInUse`].
+    pub fn remove_domain(&self, domain: DomainId) -> Result<(), Error> {
+        self.layout.remove_domain(domain)?;
+        self.retired.lock().remove(&domain);
+        Ok(())
+    }
+
+    /// Gives pages copies of their own, so that nothing of `target` is shared.
+    /// Returns how many were shared. What is scanned again may be merged again.
+    ///
+    /// # Errors
+    /// [`Error::StillShared`] when the host refuses copies; what was unshared
+    /// stays so.
+    pub fn unmerge(&self, target: Target) -> Result<u64, Error> {
+        let regions = match target {
+            Target::All => self.layout.regions(),
+            Target::Space(space) => self.layout.regions_of(space)?,
+            Target::Pages(region, range) => {
+                let region = self.region_with(region, range)?;
+                return unshare::unmerge(&region, range);
+            }
+        };
+        let mut unshared = 0;
+        for region in regions {
+            unshared += unshare::unmerge(&region, region.range())?;
+        }
+        Ok(unshared)
+    }
+
+    /// Drops the content of pages, as for a balloon or free page reporting: the
+    /// guest reads zeros from here on. Use this in place of `MADV_DONTNEED`,
+    /// which would show a stale frame on pages that were merged.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], and [`Error::Backend`] when the host refuses; the
+    /// pages in front of the one refused are dropped then.
+    pub fn discard(&self, region: RegionId, range: PageRange) -> Result<(), Error> {
+        let region = self.region_with(region, range)?;
+        unshare::discard(&region, range)
+    }
+
+    fn region_with(&self, id: RegionId, range: PageRange) -> Result<Arc<Region<B>>, Error> {
+        let region = self.layout.region(id)?;
+        if range.intersection(region.range()) == range {
+            return Ok(region);
+        }
+        Err(Error::OutOfRange {
+            region: id,
+            range,
+            pages: region.range().len(),
+        })
+    }
+}

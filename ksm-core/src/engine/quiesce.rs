@@ -1,0 +1,74 @@
+//! Holding the engine still, and ending what a thread that is gone had under way.
+
+use std::sync::Arc;
+
+use super::Ksm;
+use super::pass::Pass;
+use crate::backend::Backend;
+use crate::error::Error;
+use crate::region::Region;
+use crate::sync::{ThreadId, current};
+
+/// Nothing is stopped or out, and nothing will be, while this lives: see
+/// [`Ksm::quiesce`].
+#[derive(Debug)]
+#[must_use = "the engine goes on when this is dropped"]
+pub struct Quiesced<'a, B: Backend> {
+    ksm: &'a Ksm<B>,
+    holder: ThreadId,
+    regions: Vec<Arc<Region<B>>>,
+}
+
+impl<B: Backend> Drop for Quiesced<'_, B> {
+    fn drop(&mut self) {
+        for region in &self.regions {
+            drop(region.evict(self.holder));
+        }
+        drop(self.ksm.scanner.evict(self.holder));
+    }
+}
+
+impl<B: Backend> Ksm<B> {
+    /// Waits until nothing is stopped or out, and holds the engine still: no
+    /// pass goes on and no page is changed by it until the guard is dropped. For
+    /// snapshots, migration, fork, and handing descriptors to others.
+    ///
+    /// # Errors
+    /// [`Error::Quiesced`] when this thread holds it still already.
+    pub fn quiesce(&self) -> Result<Quiesced<'_, B>, Error> {
+        // The leases are kept by forgetting their guards, and freed by taking
+        // them over from this thread.
+        std::mem::forget(self.scanner.lock()?);
+        let mut quiesced = Quiesced {
+            ksm: self,
+            holder: current().id(),
+            regions: Vec::new(),
+        };
+        for region in self.layout.regions() {
+            std::mem::forget(region.lock()?);
+            quiesced.regions.push(region);
+        }
+        Ok(quiesced)
+    }
+
+    /// Ends what a thread had under way that is gone for good without having
+    /// unwound: whatever it had stopped or out runs on, and its leases are free
+    /// again. Returns how many leases it held. The thread must never run again.
+    pub fn recover(&self, dead: ThreadId) -> u64 {
+        let mut leases = 0;
+        for region in self.layout.regions() {
+            if let Some(guard) = region.evict(dead) {
+                guard.land();
+                leases += 1;
+            }
+        }
+        if let Some(scanner) = self.scanner.evict(dead) {
+            *scanner.journal() = Pass::default();
+            for domain in self.layout.domains() {
+                domain.sweep();
+            }
+            leases += 1;
+        }
+        leases
+    }
+}

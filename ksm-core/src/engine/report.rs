@@ -1,0 +1,155 @@
+//! What the engine tells of itself: counters, explanations, a check for tests.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Ksm;
+use crate::backend::{Backend, FrameStore};
+use crate::domain::Domain;
+use crate::error::Error;
+use crate::outcome::Outcome;
+use crate::page::{PageIndex, PageRange};
+use crate::region::{Class, DomainId, RegionId, SpaceId};
+use crate::stats::{MemoryStats, Stats};
+
+/// What is known of one page: see [`Ksm::explain`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Explanation {
+    /// What became of the page when a pass last looked at it.
+    pub outcome: Outcome,
+    /// How many pages, this one among them, share its frame; 0 if it is not
+    /// merged.
+    pub sharers: u64,
+    /// Whether it was merged, was written to since, and stands over a frame's
+    /// mapping.
+    pub copied: bool,
+}
+
+impl<B: Backend> Ksm<B> {
+    /// Counters of everything.
+    pub fn stats(&self) -> Stats {
+        let mut sum = Stats::default();
+        for domain in self.layout.domains() {
+            sum.add(&self.stats_of(&domain));
+        }
+        sum
+    }
+
+    /// Counters of one trust domain.
+    ///
+    /// # Errors
+    /// [`Error::NoDomain`].
+    pub fn domain_stats(&self, domain: DomainId) -> Result<Stats, Error> {
+        let domain = self.layout.domain(domain)?;
+        Ok(self.stats_of(&domain))
+    }
+
+    fn stats_of(&self, domain: &Arc<Domain<B>>) -> Stats {
+        let shared = domain.shared();
+        let retired = self.retired.lock().get(&domain.id).copied();
+        let retired = retired.unwrap_or_default();
+        let mut stats = Stats {
+            pages_shared: shared.pages_shared,
+            pages_sharing: shared.pages_sharing,
+            frames_lingering: shared.frames_lingering,
+            stable_node_dups: shared.stable_node_dups,
+            metadata_bytes: shared.metadata_bytes,
+            full_scans: self.full_scans.load(Ordering::Relaxed),
+            cow_breaks: retired.cow_breaks,
+            pages_scanned: retired.pages_scanned,
+            outcomes: retired.outcomes,
+            ..Stats::default()
+        };
+        let mut regions = self.layout.regions();
+        regions.retain(|region| Arc::ptr_eq(&region.domain, domain));
+        for region in regions {
+            let memory = region.stats();
+            stats.pages_unshared += memory.pages_unshared;
+            stats.pages_volatile += memory.pages_volatile;
+            stats.ksm_zero_pages += memory.ksm_zero_pages;
+            stats.vmas += memory.vmas;
+            stats.cow_breaks += memory.cow_breaks;
+            stats.outcomes.add(&memory.outcomes);
+            stats.pages_scanned += region.tally().pages_scanned;
+            stats.metadata_bytes += region.pages().bytes();
+        }
+        stats
+    }
+
+    /// Counters of one guest.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`].
+    pub fn space_stats(&self, space: SpaceId) -> Result<MemoryStats, Error> {
+        let mut sum = MemoryStats::default();
+        for region in self.layout.regions_of(space)? {
+            sum.add(&region.stats());
+        }
+        Ok(sum)
+    }
+
+    /// Counters of one region.
+    ///
+    /// # Errors
+    /// [`Error::NoRegion`].
+    pub fn region_stats(&self, region: RegionId) -> Result<MemoryStats, Error> {
+        Ok(self.layout.region(region)?.stats())
+    }
+
+    /// Bytes of memory that the stores of all domains hold.
+    ///
+    /// # Errors
+    /// When the host cannot say.
+    pub fn store_bytes(&self) -> Result<u64, Error> {
+        let mut bytes = 0;
+        for domain in self.layout.domains() {
+            bytes += domain.store.allocated_bytes()?;
+        }
+        Ok(bytes)
+    }
+
+    /// Why a page is, or is not, merged.
+    ///
+    /// # Errors
+    /// [`Error::NoRegion`], [`Error::OutOfRange`].
+    pub fn explain(&self, region: RegionId, page: PageIndex) -> Result<Explanation, Error> {
+        let region = self.region_with(region, PageRange::one(page))?;
+        let record = region.pages().get(page);
+        let merged = matches!(record.class, Class::Merged(_));
+        let sharers = match record.frame {
+            Some(frame) if merged => region.domain.sharers(frame),
+            _ => 0,
+        };
+        Ok(Explanation {
+            outcome: record.outcome,
+            sharers,
+            copied: record.is_copied(),
+        })
+    }
+
+    /// Checks that trees, reverse map, records and stores agree with one
+    /// another, down to the bytes of every frame. For tests: slow, and only
+    /// meaningful while no other call is under way.
+    ///
+    /// # Errors
+    /// What disagrees.
+    pub fn check(&self) -> Result<(), String> {
+        for domain in self.layout.domains() {
+            let mut named = HashMap::new();
+            let mut regions = self.layout.regions();
+            regions.retain(|region| Arc::ptr_eq(&region.domain, &domain));
+            for region in regions {
+                for (_, record) in region.pages().seen(region.range()) {
+                    let Some(frame) = record.frame else { continue };
+                    let (names, sharers) = named.entry(frame).or_insert((0, 0));
+                    *names += 1;
+                    *sharers += u32::from(!record.is_copied());
+                }
+            }
+            domain.check(&named)?;
+        }
+        Ok(())
+    }
+}
