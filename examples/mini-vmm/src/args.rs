@@ -67,6 +67,10 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Thp::Madvise)]
     pub(crate) thp: Thp,
 
+    /// What guest memory is made of
+    #[arg(long, value_enum, default_value_t = MemoryKind::Anonymous)]
+    pub(crate) memory: MemoryKind,
+
     /// Unmerge, discard, unregister and register again at random meanwhile (the
     /// recipe `chaos` has pages that can be discarded)
     #[arg(long, conflicts_with = "no_dedup")]
@@ -102,6 +106,17 @@ pub(crate) enum Thp {
     Madvise,
     /// MADV_NOHUGEPAGE
     Never,
+}
+
+/// What the memory that can be merged is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MemoryKind {
+    /// Private anonymous mappings
+    Anonymous,
+    /// A memfd for each guest, which nobody else maps
+    Memfd,
+    /// One region of each
+    Mixed,
 }
 
 /// A number of bytes: whole pages, not more than a guest can have.

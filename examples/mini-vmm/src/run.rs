@@ -46,6 +46,12 @@ impl Cast {
             .map(|guest| guest.ram().clone())
             .collect()
     }
+
+    /// Memory that the guests' memfds hold.
+    fn file_bytes(&self) -> anyhow::Result<u64> {
+        let guests = self.guests.iter();
+        guests.map(|guest| guest.ram().file_bytes()).sum()
+    }
 }
 
 /// Runs guests as `args` say, on what `host` has.
@@ -59,7 +65,7 @@ pub(crate) fn run(args: &Args, host: Host) -> anyhow::Result<Report> {
         args.recipe
     );
     run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| Ok(()))?;
-    let before = Usage::now(0)?;
+    let before = Usage::now(cast.file_bytes()?)?;
 
     let mut report = Report {
         mode: host.mode(),
@@ -98,7 +104,7 @@ pub(crate) fn run(args: &Args, host: Host) -> anyhow::Result<Report> {
         dedup.settle(args.settle_passes)?;
         add_counters(&mut report, dedup, &cast)?;
     }
-    measure(&mut report, before, dedup.as_ref())?;
+    measure(&mut report, before, &cast, dedup.as_ref())?;
     check(args, &mut cast, dedup.as_ref(), &work, &mut report)?;
     Ok(report)
 }
@@ -120,7 +126,7 @@ fn make_guests(args: &Args, host: &Host) -> anyhow::Result<Cast> {
         targets: Vec::new(),
     };
     for index in 0..args.guests {
-        let ram = Ram::new(args.mem.pages())?;
+        let ram = Ram::new(args.mem.pages(), args.memory)?;
         match args.thp {
             Thp::Always => advise_huge(&ram.work, true)?,
             Thp::Never => advise_huge(&ram.work, false)?,
@@ -265,9 +271,14 @@ fn add_counters(report: &mut Report, dedup: &Dedup, cast: &Cast) -> anyhow::Resu
     Ok(())
 }
 
-fn measure(report: &mut Report, before: Usage, dedup: Option<&Dedup>) -> anyhow::Result<()> {
+fn measure(
+    report: &mut Report,
+    before: Usage,
+    cast: &Cast,
+    dedup: Option<&Dedup>,
+) -> anyhow::Result<()> {
     let store = dedup.map(|dedup| dedup.ksm().store_bytes()).transpose()?;
-    let after = Usage::now(store.unwrap_or(0))?;
+    let after = Usage::now(store.unwrap_or(0) + cast.file_bytes()?)?;
     report.resident_before_bytes = before.resident_bytes;
     report.resident_after_bytes = after.resident_bytes;
     report.huge_before_bytes = before.huge_bytes;
