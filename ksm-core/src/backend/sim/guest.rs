@@ -139,7 +139,10 @@ impl SimGuest {
     /// [`Memory::populated`](crate::backend::Memory::populated).
     #[must_use]
     pub fn mapped(&self, page: PageIndex) -> Option<PageState> {
-        self.host.lock().regions[self.region].page(page).mapped()
+        let world = self.host.lock();
+        world.regions[self.region]
+            .page(page)
+            .mapped(world.config.stop)
     }
 
     /// Pages in `state`.
@@ -155,7 +158,7 @@ impl SimGuest {
     ///
     /// # Panics
     /// If the embedder said that this memory sees no unannounced DMA, or if the
-    /// host cannot notice any ([`Stop::Protect`]).
+    /// host cannot notice any (without [`Stop::Move`]).
     pub fn pin(&self, page: PageIndex) -> bool {
         let mut world = self.host.lock();
         let options = world.regions[self.region].options;
