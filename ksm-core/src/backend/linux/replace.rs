@@ -118,6 +118,10 @@ impl LinuxMemory {
         }
         self.journal.mapped(range);
         self.now_own(range);
+        if self.memfd.is_some() {
+            // Or the guest would fault on each.
+            self.show(range);
+        }
         Ok(())
     }
 
