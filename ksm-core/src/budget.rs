@@ -149,13 +149,14 @@ fn cost(pages: &PageTable, before: Option<Wish>, run: &[Wish]) -> (u64, u64) {
         Some(before) if before.page == left => frame(before),
         _ => now(left),
     });
-    let right = now(last.page.plus(1));
+    let right = pages.after(last.page).map(now);
     let seams_now = run
         .windows(2)
         .filter(|pair| is_seam(now(pair[0].page), now(pair[1].page)));
     let ends = |first, last| {
         let left = left.is_some_and(|left| is_seam(left, first));
-        u64::from(left) + u64::from(is_seam(last, right))
+        let right = right.is_some_and(|right| is_seam(last, right));
+        u64::from(left) + u64::from(right)
     };
     let gone = seams_now.count() as u64 + ends(now(first.page), now(last.page));
     (gone, ends(frame(first), frame(last)))

@@ -25,6 +25,10 @@ pub struct Config {
     /// `None` for three quarters of what the process may still have
     /// (`vm.max_map_count`) when the engine is made; the rest is the embedder's.
     pub max_vmas: Option<u64>,
+    /// From how many neighbouring pages of one content on they get a block of
+    /// equal frames, so that 64 of them need one virtual memory area and not 64,
+    /// at least 1. `u32::MAX` for never.
+    pub stretch_pages: u32,
     /// What the secrets of trust domains are made from: random if `None`. With a
     /// seed a run can be repeated, and a guest that knows it can attack the trees:
     /// for tests.
@@ -40,6 +44,7 @@ impl Default for Config {
             pages_per_stop: 256,
             parallel_pages: 256,
             max_vmas: None,
+            stretch_pages: 8,
             seed: None,
         }
     }
@@ -56,7 +61,11 @@ impl Config {
             _ => Err(Error::Config(format!("{name} is {value}, not 1 to 65536"))),
         };
         pages("window_pages", self.window_pages)?;
-        pages("pages_per_stop", self.pages_per_stop)
+        pages("pages_per_stop", self.pages_per_stop)?;
+        match self.stretch_pages {
+            0 => Err(Error::Config("stretch_pages is 0".into())),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -67,11 +76,20 @@ mod tests {
     #[test]
     fn values_out_of_range_are_named() {
         Config::default().validate().unwrap();
-        let config = Config {
+        let zero_stop = Config {
             pages_per_stop: 0,
             ..Config::default()
         };
-        let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("pages_per_stop is 0"), "{error}");
+        let zero_stretch = Config {
+            stretch_pages: 0,
+            ..Config::default()
+        };
+        for (config, words) in [
+            (zero_stop, "pages_per_stop is 0"),
+            (zero_stretch, "stretch_pages is 0"),
+        ] {
+            let error = config.validate().unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
     }
 }

@@ -181,6 +181,13 @@ pub enum Error {
         /// What there is.
         pages: u64,
     },
+    /// Pin guards hold pages of the region ([`Ksm::pin`](crate::Ksm::pin)): a
+    /// device may be using them. Drop the guards first.
+    #[error("region {region} has pages in use by devices: drop its pin guards first")]
+    Pinned {
+        /// The region.
+        region: RegionId,
+    },
     /// The calling thread holds the engine still ([`Ksm::quiesce`](crate::Ksm::quiesce)).
     #[error("the engine is quiesced by this thread")]
     Quiesced,

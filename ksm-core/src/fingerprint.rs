@@ -11,6 +11,7 @@ use std::io;
 
 use xxhash_rust::xxh3::xxh3_64_with_secret;
 
+use crate::error::BackendError;
 use crate::page::PageBuf;
 
 /// xxh3 over a page: says whether its content changed since the last pass, and
@@ -46,11 +47,25 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
+    /// Keys made from `seed`, or drawn from the host's random numbers.
+    ///
+    /// # Errors
+    /// When the host has none to give.
+    pub(crate) fn new(seed: Option<[u8; 32]>) -> Result<Self, BackendError> {
+        match seed {
+            Some(seed) => Ok(Self::from_seed(seed)),
+            None => Self::random().map_err(|source| BackendError::Host {
+                call: "getrandom",
+                source,
+            }),
+        }
+    }
+
     /// Keys drawn from the host's random numbers.
     ///
     /// # Errors
     /// When the host has none to give.
-    pub(crate) fn random() -> io::Result<Self> {
+    fn random() -> io::Result<Self> {
         let mut seed = [0; 32];
         getrandom::fill(&mut seed)?;
         Ok(Self::from_seed(seed))

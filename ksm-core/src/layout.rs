@@ -110,8 +110,9 @@ impl<B: Backend> Layout<B> {
         inner.regions.insert(region.id, Arc::clone(region));
     }
 
-    pub(crate) fn remove_region(&self, id: RegionId) {
-        self.inner.lock().regions.remove(&id);
+    /// Takes a region out. Returns whether it was there: of two callers, one does.
+    pub(crate) fn remove_region(&self, id: RegionId) -> bool {
+        self.inner.lock().regions.remove(&id).is_some()
     }
 
     pub(crate) fn remove_space(&self, id: SpaceId) {

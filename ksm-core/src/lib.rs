@@ -69,6 +69,7 @@
 mod adapters;
 pub mod backend;
 mod budget;
+pub mod census;
 mod config;
 mod domain;
 mod engine;
@@ -102,5 +103,5 @@ pub use engine::{Explanation, Ksm, Quiesced, Target};
 pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};
 pub use page::{PAGE_SIZE, PageIndex, PageRange};
-pub use region::{DomainId, RegionId, SpaceId};
+pub use region::{DomainId, PinGuard, RegionId, SpaceId};
 pub use stats::{MemoryStats, ScanReport, Stats};

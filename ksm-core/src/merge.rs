@@ -22,26 +22,53 @@ pub(crate) struct Wish {
     pub(crate) goal: Goal,
 }
 
-/// How many of `wishes`, from the first on, can be met in one stop: neighbours
-/// over one backing, at most `cap`. The wishes are sorted by page; there is one.
-pub(crate) fn run_len<B: Backend>(guard: &RegionGuard<'_, B>, wishes: &[Wish], cap: u64) -> usize {
-    let pages = guard.region().pages();
-    let backing = pages.get(wishes[0].page).backing();
-    let joins = |pair: &[Wish]| {
-        pair[0].page.plus(1) == pair[1].page && pages.get(pair[1].page).backing() == backing
-    };
-    let cap = usize::try_from(cap).unwrap_or(usize::MAX);
-    let joined = wishes.windows(2).take_while(|pair| joins(pair)).count();
-    (joined + 1).min(cap)
+/// Wishes for neighbouring pages over one backing.
+#[derive(Clone, Copy, Debug)]
+struct Run<'w> {
+    wishes: &'w [Wish],
+    backing: Backing,
+    /// Guards hold them all; otherwise they hold none.
+    pinned: bool,
 }
 
-/// Meets what can be met of `run`: neighbouring pages over one backing. Says of
-/// each page, in order, what became of it. Whatever happens, panics included,
-/// nothing is stopped or out when this is left.
-pub(crate) fn commit<B: Backend>(guard: &RegionGuard<'_, B>, run: &[Wish]) -> Vec<Outcome> {
-    let (first, last) = (run[0].page, run[run.len() - 1].page);
-    let range = PageRange::new(first, last.0 - first.0 + 1);
-    let backing = guard.region().pages().get(first).backing();
+/// The first of `wishes` that can be met in one stop, at most `cap`.
+fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap: u64) -> Run<'w> {
+    let first = wishes[0].page;
+    let pages = guard.region().pages();
+    let pins = guard.region().pins.held(PageRange::new(first, cap));
+    let kind = |page| (pages.get(page).backing(), pins.contains(page));
+    let of_one_kind = kind(first);
+    let joins =
+        |pair: &[Wish]| pair[0].page.plus(1) == pair[1].page && kind(pair[1].page) == of_one_kind;
+    let cap = usize::try_from(cap).unwrap_or(usize::MAX);
+    let joined = wishes.windows(2).take_while(|pair| joins(pair)).count();
+    let (backing, pinned) = of_one_kind;
+    Run {
+        wishes: &wishes[..(joined + 1).min(cap)],
+        backing,
+        pinned,
+    }
+}
+
+/// Meets what can be met in one stop of the first of `wishes`, at most `cap`.
+/// They are sorted by page; there is one. Says of each page of that run, in
+/// order, what became of it. Whatever happens, panics included, nothing is
+/// stopped or out when this is left.
+pub(crate) fn commit<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    wishes: &[Wish],
+    cap: u64,
+) -> Vec<Outcome> {
+    let Run {
+        wishes: run,
+        backing,
+        pinned,
+    } = first_run(guard, wishes, cap);
+    if pinned {
+        return vec![Outcome::Pinned; run.len()];
+    }
+    let range = PageRange::new(run[0].page, run.len() as u64);
+    let first = range.start;
     let mut outcomes = vec![Outcome::Raced; run.len()];
 
     let (wishes, pending) = reserve(guard, run, &mut outcomes);

@@ -22,7 +22,8 @@ pub enum Outcome {
     Unique,
     /// It was equal when it was looked at, but not once its writes were stopped.
     Raced,
-    /// A device may be using it.
+    /// A device may be using it: the host says so, or a
+    /// [`PinGuard`](crate::PinGuard) does.
     Pinned,
     /// Another process shares it since a fork.
     NotExclusive,

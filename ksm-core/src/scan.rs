@@ -18,7 +18,7 @@ use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId};
+use crate::region::{Class, PinnedPages, Place, Record, Region, RegionGuard, RegionId};
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -39,6 +39,8 @@ struct Window<'w, 'a, B: Backend> {
     layout: &'w Layout<B>,
     guard: &'w RegionGuard<'a, B>,
     region: &'w Region<B>,
+    /// Held by guards. There are no more of them while the lease is held.
+    pinned: PinnedPages,
     findings: Findings,
     /// The last page that got a goal, and the frame: where a run may grow.
     last: Option<(PageIndex, FrameId)>,
@@ -58,21 +60,22 @@ pub(crate) fn window<B: Backend>(
 ) -> Result<Findings, BackendError> {
     let mut runs = Vec::new();
     let next = guard.memory().populated(within, max_pages, &mut runs)?;
+    let looked_at = PageRange {
+        start: within.start,
+        end: next,
+    };
     let mut window = Window {
         config,
         layout,
         guard,
         region: guard.region(),
+        pinned: guard.region().pins.held(looked_at),
         findings: Findings {
             next,
             ..Findings::default()
         },
         last: None,
         buf: PageBuf::zeroed(),
-    };
-    let looked_at = PageRange {
-        start: within.start,
-        end: next,
     };
     window.forget_absent(looked_at, &runs);
     let candidates = window.look(&runs);
@@ -92,9 +95,6 @@ pub(crate) fn window<B: Backend>(
     drop(tally);
     Ok(window.findings)
 }
-
-/// From how many neighbours of one content on it is worth a block of frames.
-const STRETCH: usize = 8;
 
 /// For each page, how many neighbours of its content there are from it on.
 fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<usize> {
@@ -168,6 +168,7 @@ impl<B: Backend> Window<'_, '_, B> {
         match state {
             PageState::File if record.frame.is_some() => Some(Outcome::Unchanged),
             PageState::Zero => Some(Outcome::Unchanged),
+            _ if self.pinned.contains(page) => Some(Outcome::Pinned),
             PageState::Swapped => Some(Outcome::Swapped),
             PageState::Private | PageState::File => {
                 let guarded = self.region.options.dma_guarded;
@@ -259,11 +260,16 @@ impl<B: Backend> Window<'_, '_, B> {
         let keys = &self.region.domain.keys;
         let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
         let frame = domain.find(fingerprint, digest)?;
-        Some(if stretch >= STRETCH {
-            domain.stretch(frame)
+        Some(self.first_of(frame, stretch))
+    }
+
+    /// The frame with which `stretch` pages of the content of `frame` begin.
+    fn first_of(&self, frame: FrameId, stretch: usize) -> FrameId {
+        if stretch >= self.config.stretch_pages as usize {
+            self.region.domain.stretch(frame)
         } else {
             frame
-        })
+        }
     }
 
     /// Whether an item of the unstable tree still stands for a page that looks
@@ -288,11 +294,7 @@ impl<B: Backend> Window<'_, '_, B> {
         match domain.plan_frame(previous, fingerprint, &self.buf) {
             Ok(frame) => {
                 domain.unstable.remove(fingerprint);
-                let first = if stretch >= STRETCH {
-                    domain.stretch(frame)
-                } else {
-                    frame
-                };
+                let first = self.first_of(frame, stretch);
                 self.wish_for(other, Goal::Frame(first));
                 let next = self.previous_frame(page);
                 let next = next.and_then(|frame| domain.extend(frame, fingerprint));

@@ -153,6 +153,9 @@ fn restore_runs<B: Backend>(
 /// Drops the content of `range`: the guest reads zeros from here on.
 pub(crate) fn discard<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
     let guard = region.lock()?;
+    if region.pins.held(range).len() > 0 {
+        return Err(Error::Pinned { region: region.id });
+    }
     let mut from = range.start;
     let frames = region.pages().frame_runs(range);
     for run in frames {

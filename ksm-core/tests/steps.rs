@@ -7,11 +7,12 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Duration;
 
 use ksm_core::backend::sim::{Call, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
 use ksm_core::page::{PageBuf, PageIndex, PageRange};
-use ksm_core::{Config, Ksm, RegionOptions};
+use ksm_core::{Config, Ksm, Outcome, RegionId, RegionOptions};
 
 const PAGES: u64 = 24;
 
@@ -19,6 +20,7 @@ struct World {
     sim: SimBackend,
     ksm: Arc<Ksm<SimBackend>>,
     guests: [SimGuest; 2],
+    regions: [RegionId; 2],
 }
 
 /// Two guests one pass before they merge: new pages, zero pages, and pages that
@@ -28,14 +30,14 @@ fn world() -> World {
     let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
     let domain = ksm.create_domain().unwrap();
     let guests = [sim.guest(PAGES), sim.guest(PAGES)];
-    for guest in &guests {
+    let regions = guests.each_ref().map(|guest| {
         let space = ksm.create_space(domain).unwrap();
         let options = RegionOptions { dma_guarded: true };
-        ksm.register(space, guest.clone(), options).unwrap();
         for page in 0..PAGES / 2 {
             guest.write(PageIndex(page), &pattern(page + 1));
         }
-    }
+        ksm.register(space, guest.clone(), options).unwrap()
+    });
     while ksm.stats().full_scans < 2 {
         ksm.scan(1 << 20).unwrap();
     }
@@ -59,6 +61,7 @@ fn world() -> World {
         sim,
         ksm: Arc::new(ksm),
         guests,
+        regions,
     }
 }
 
@@ -179,5 +182,42 @@ fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
             world.check(&when);
             world.finish(&when);
         }
+    }
+}
+
+/// A guard that is asked for in the middle waits for what is under way; when it
+/// is there none of its pages is merged, and none is touched any more.
+#[test]
+fn a_guard_waits_for_what_is_under_way() {
+    for step in Step::ALL {
+        let world = world();
+        let (ksm, region) = (Arc::clone(&world.ksm), world.regions[0]);
+        let all = PageRange::new(PageIndex(0), PAGES);
+        let (asked, guards) = mpsc::channel();
+        set_hook(at(step, 1, move || {
+            let ksm = Arc::clone(&ksm);
+            let asking = thread::spawn(move || ksm.pin(region, all).unwrap());
+            thread::sleep(Duration::from_millis(20));
+            assert!(!asking.is_finished(), "{step:?}: it does not wait");
+            asked.send(asking).unwrap();
+        }));
+        world.ksm.scan(1 << 20).unwrap();
+        set_hook(None);
+        let guard = guards.recv().unwrap().join().unwrap();
+        let when = format!("a guard at {step:?}");
+        world.check(&when);
+        for page in all.iter() {
+            let found = world.ksm.explain(region, page).unwrap();
+            assert_eq!((found.outcome, found.sharers), (Outcome::Pinned, 0));
+            assert!(world.guests[0].pin(page));
+        }
+        for _ in 0..4 {
+            world.ksm.scan(1 << 20).unwrap();
+            world.check(&when);
+        }
+        assert_eq!(world.ksm.region_stats(region).unwrap().ksm_merging_pages, 0);
+        all.iter().for_each(|page| world.guests[0].unpin(page));
+        drop(guard);
+        world.finish(&when);
     }
 }

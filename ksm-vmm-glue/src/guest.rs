@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ksm_core::backend::Backend;
-use ksm_core::page::{is_page_aligned, pages_in};
+use ksm_core::page::{PAGE_SIZE_U64, is_page_aligned, pages_in};
 use ksm_core::{
-    DomainId, Explanation, Ksm, MemoryStats, PageIndex, PageRange, RegionId, RegionOptions,
-    SpaceId, Target,
+    DomainId, Explanation, Ksm, MemoryStats, PageIndex, PageRange, PinGuard, RegionId,
+    RegionOptions, SpaceId, Target,
 };
 use thiserror::Error;
 use vm_memory::{
@@ -216,6 +216,23 @@ impl<B: Backend> GuestKsm<B> {
             self.ksm.discard(region, pages)?;
         }
         Ok(())
+    }
+
+    /// Announces DMA to a range, which need not be made of whole pages: see
+    /// [`Ksm::pin`]. One guard for each region that it spans.
+    ///
+    /// # Errors
+    /// As [`GuestKsm::locate`], and as [`Ksm::pin`]; there is no guard then.
+    pub fn pin(&self, start: GuestAddress, bytes: u64) -> Result<Vec<PinGuard>, GuestError> {
+        let first = start.0 & !(PAGE_SIZE_U64 - 1);
+        let end = start.0.checked_add(bytes);
+        let end = end.and_then(|end| end.checked_next_multiple_of(PAGE_SIZE_U64));
+        let end = end.ok_or(GuestError::Unmapped(u64::MAX))?;
+        let mut guards = Vec::new();
+        for (region, pages) in self.locate(GuestAddress(first), end - first)? {
+            guards.push(self.ksm.pin(region, pages)?);
+        }
+        Ok(guards)
     }
 
     /// Gives the pages of a range copies of their own, and returns how many

@@ -42,3 +42,8 @@ mod scanner;
 
 pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};
 pub use scanner::{Pacing, ScannerOptions, ScannerThread, Status, Tally, Watch};
+
+/// README's example, compiled with the documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

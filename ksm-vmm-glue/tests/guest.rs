@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::page::PageIndex;
-use ksm_core::{Config, DomainId, Ksm, PageRange, RegionOptions};
+use ksm_core::{Config, DomainId, Ksm, Outcome, PageRange, RegionOptions};
 use ksm_vmm_glue::{GuestError, GuestKsm};
 use vm_memory::{
     GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap,
@@ -121,6 +121,36 @@ fn addresses_reach_the_pages_they_name() {
     assert!(low.read(PageIndex(3)).is_zero());
     assert!(high.read(PageIndex(0)).is_zero());
     assert_eq!(high.read(PageIndex(1)), *pattern(2));
+}
+
+/// DMA to parts of pages, across two regions that touch.
+#[test]
+fn pages_that_a_device_uses_are_left_alone() {
+    let mut bench = Bench::new();
+    let guest = bench.register(&memory()).unwrap();
+    for (start, page) in [(0x10_000, 3), (0x14_000, 0), (0x14_000, 1)] {
+        bench.guests[&start].write(PageIndex(page), &pattern(1));
+    }
+    bench.scan_passes(3);
+    assert_eq!(guest.stats().unwrap().ksm_merging_pages, 3);
+    let guards = guest.pin(GuestAddress(0x13_ff0), 0x20).unwrap();
+    assert_eq!(guards.len(), 2);
+    assert_eq!(guest.stats().unwrap().ksm_merging_pages, 1);
+    for (address, outcome) in [
+        (0x13_000, Outcome::Pinned),
+        (0x14_fff, Outcome::Pinned),
+        (0x15_000, Outcome::Merged),
+    ] {
+        let explained = guest.explain(GuestAddress(address)).unwrap();
+        assert_eq!(explained.outcome, outcome, "{address:#x}");
+    }
+    let guest = guest.unregister().unwrap_err().guest;
+    drop(guards);
+    guest.unregister().unwrap();
+    let mut bench = Bench::new();
+    let guest = bench.register(&memory()).unwrap();
+    let unmapped = guest.pin(GuestAddress(0x1b_ff0), 0x20);
+    assert!(matches!(unmapped, Err(GuestError::Unmapped(0x1c_000))));
 }
 
 #[test]

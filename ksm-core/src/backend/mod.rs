@@ -79,11 +79,12 @@ pub trait Backend: Send + Sync + 'static {
 /// What the embedder says of a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RegionOptions {
-    /// Nothing reads or writes this memory behind the page tables' back: there
-    /// is no DMA (`O_DIRECT`, fixed `io_uring` buffers, VFIO), or all of it is
-    /// announced. Only then are copied pages merged again: on them no host call
-    /// can tell whether a device still writes to the copy (design fact: a
-    /// write-protect is not noticed by DMA). Off by default.
+    /// All DMA to this memory (`O_DIRECT`, fixed `io_uring` buffers, VFIO) goes
+    /// through pin guards ([`Ksm::pin`](crate::Ksm::pin)), or there is none. Only
+    /// then are copied pages merged again: on them no host call can tell whether
+    /// a device still writes to the copy, so **what a device writes to such
+    /// memory without a guard can be lost**. Off by default: then DMA needs no
+    /// guards, and a page that was merged and written to since stays as it is.
     pub dma_guarded: bool,
 }
 

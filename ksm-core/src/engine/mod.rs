@@ -1,7 +1,8 @@
 //! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
-//! here; a pass, holding still, and counters have modules of their own.
+//! here; a pass, DMA, holding still, and counters have modules of their own.
 
 mod pass;
+mod pin;
 mod quiesce;
 mod report;
 
@@ -16,7 +17,7 @@ use crate::backend::{Backend, Memory, RegionOptions};
 use crate::budget::VmaBudget;
 use crate::config::Config;
 use crate::domain::Domain;
-use crate::error::{BackendError, Error, RegisterError};
+use crate::error::{Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
 use crate::outcome::OutcomeCounts;
@@ -97,13 +98,7 @@ impl<B: Backend> Ksm<B> {
     /// When the host has no store to give.
     pub fn create_domain(&self) -> Result<DomainId, Error> {
         let store = self.backend.open_store()?;
-        let keys = match self.config.seed {
-            Some(seed) => Keys::from_seed(seed),
-            None => Keys::random().map_err(|source| BackendError::Host {
-                call: "getrandom",
-                source,
-            })?,
-        };
+        let keys = Keys::new(self.config.seed)?;
         Ok(self.layout.add_domain(|id| Domain::new(id, keys, store)))
     }
 
@@ -148,11 +143,17 @@ impl<B: Backend> Ksm<B> {
     ///
     /// # Errors
     /// [`Error::StillShared`] and [`Error::Backend`] when the host has no memory
-    /// for the copies: the region stays registered, and the call can be repeated.
+    /// for the copies, [`Error::Pinned`] while guards hold pages of it: the
+    /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        if !region.pins.close() {
+            return Err(Error::Pinned { region: region.id });
+        }
         // From here on no scan finds it; it comes back if this fails.
-        self.layout.remove_region(region.id);
+        if !self.layout.remove_region(region.id) {
+            return Err(Error::NoRegion(region.id));
+        }
         let done = self.undo(&region);
         match done {
             // The lease waits for a pass that is looking at the region.
@@ -163,7 +164,10 @@ impl<B: Backend> Ksm<B> {
                 }
                 Err(held) => return Err(held.into()),
             },
-            Err(_) => self.layout.put_back(&region),
+            Err(_) => {
+                region.pins.reopen();
+                self.layout.put_back(&region);
+            }
         }
         done
     }
@@ -239,7 +243,8 @@ impl<B: Backend> Ksm<B> {
     /// which would show a stale frame on pages that were merged.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], and [`Error::Backend`] when the host refuses; the
+    /// [`Error::OutOfRange`]; [`Error::Pinned`] when guards hold some of them,
+    /// and none is dropped; [`Error::Backend`] when the host refuses, and the
     /// pages in front of the one refused are dropped then.
     pub fn discard(&self, region: RegionId, range: PageRange) -> Result<(), Error> {
         let region = self.region_with(region, range)?;

@@ -164,12 +164,12 @@ impl<B: Backend> Ksm<B> {
             if self.layout.region(region.id).is_err() {
                 break;
             }
-            let (run, behind) = rest.split_at(merge::run_len(&guard, rest, cap));
-            for (wish, outcome) in run.iter().zip(merge::commit(&guard, run)) {
+            let run = merge::commit(&guard, rest, cap);
+            for (wish, &outcome) in rest.iter().zip(&run) {
                 outcomes[outcome] += 1;
                 region.note_outcome(wish.page, outcome);
             }
-            rest = behind;
+            rest = &rest[run.len()..];
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);

@@ -17,7 +17,8 @@ use crate::stats::{MemoryStats, Stats};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// What became of the page when a pass last looked at it.
+    /// What became of the page when a pass last looked at it;
+    /// [`Outcome::Pinned`] while a guard holds it.
     pub outcome: Outcome,
     /// How many pages, this one among them, share its frame; 0 if it is not
     /// merged.
@@ -122,8 +123,13 @@ impl<B: Backend> Ksm<B> {
             Some(frame) if merged => region.domain.sharers(frame),
             _ => 0,
         };
+        let pinned = region.pins.held(PageRange::one(page)).contains(page);
         Ok(Explanation {
-            outcome: record.outcome,
+            outcome: if pinned {
+                Outcome::Pinned
+            } else {
+                record.outcome
+            },
             sharers,
             copied: record.is_copied(),
         })

@@ -13,12 +13,15 @@ mod flight;
 mod ids;
 mod lease;
 mod page_table;
+mod pins;
 mod place;
 
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
+pub use pins::PinGuard;
+pub(crate) use pins::{PinnedPages, Pins};
 pub(crate) use place::Place;
 
 use std::sync::Arc;
@@ -37,6 +40,7 @@ pub(crate) struct Region<B: Backend> {
     pub(crate) space: SpaceId,
     pub(crate) domain: Arc<Domain<B>>,
     pub(crate) options: RegionOptions,
+    pub(crate) pins: Arc<Pins>,
     memory: B::Memory,
     lease: Lease<Flight>,
     pages: Mutex<PageTable>,
@@ -64,9 +68,10 @@ impl<B: Backend> Region<B> {
             space,
             domain,
             options,
+            pins: Arc::default(),
+            pages: Mutex::new(PageTable::new(memory.len())),
             memory,
             lease: Lease::new(),
-            pages: Mutex::default(),
             tally: Mutex::default(),
         }
     }

@@ -180,9 +180,19 @@ pub(crate) struct PageTable {
     counts: Counts,
     /// Pairs of neighbours that no single mapping can hold.
     seams: u64,
+    /// One past the last page; `None` for no end.
+    end: Option<PageIndex>,
 }
 
 impl PageTable {
+    /// For a region of `pages` pages.
+    pub(crate) fn new(pages: u64) -> Self {
+        Self {
+            end: Some(PageIndex(pages)),
+            ..Self::default()
+        }
+    }
+
     fn place(page: PageIndex) -> (u64, usize) {
         // Less than CHUNK_PAGES, so it fits.
         #[allow(clippy::cast_possible_truncation)]
@@ -216,16 +226,21 @@ impl PageTable {
         if old == frame {
             return;
         }
-        let after = self.get(page.plus(1)).frame;
-        let before = page
-            .0
-            .checked_sub(1)
-            .map(|page| self.get(PageIndex(page)).frame);
+        let frame_of = |page| self.get(page).frame;
+        let before = page.0.checked_sub(1).map(PageIndex).map(frame_of);
+        let after = self.after(page).map(frame_of);
         let seams = |here| {
             let left = before.is_some_and(|before| is_seam(before, here));
-            u64::from(left) + u64::from(is_seam(here, after))
+            let right = after.is_some_and(|after| is_seam(here, after));
+            u64::from(left) + u64::from(right)
         };
         self.seams = self.seams + seams(frame) - seams(old);
+    }
+
+    /// The page behind `page`, if the region has one.
+    pub(crate) fn after(&self, page: PageIndex) -> Option<PageIndex> {
+        let next = page.plus(1);
+        (self.end != Some(next)).then_some(next)
     }
 
     /// How many mappings the host needs for this region beyond the first, as far
@@ -354,6 +369,16 @@ mod tests {
         assert_eq!(table.seams(), 1 + 2);
         table.forget(PageRange::new(PageIndex(0), 100));
         assert_eq!(table.seams(), 0);
+    }
+
+    #[test]
+    fn the_ends_of_a_region_are_no_seams() {
+        let mut table = PageTable::new(3);
+        for (page, seams) in [(2, 1), (0, 2), (1, 0)] {
+            let frame = u32::try_from(page).expect("small");
+            table.set(PageIndex(page), merged(frame));
+            assert_eq!(table.seams(), seams);
+        }
     }
 
     #[test]

@@ -122,10 +122,12 @@ impl Decoder<'_> {
         let page = range.start;
         let op = match code {
             37..=40 => Op::Read { region, range },
-            41..=44 => Op::Discard { region, range },
+            41..=43 => Op::Discard { region, range },
+            44 => Op::PinGuard { region, range },
             45..=46 => Op::Pin { region, page },
             47 => Op::Unpin { region, page },
-            48..=49 => Op::Swap { region, range },
+            48 => Op::UnpinGuard { region, range },
+            49 => Op::Swap { region, range },
             50 => Op::Fork { region, range },
             _ => Op::Huge { region, page },
         };

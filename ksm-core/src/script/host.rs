@@ -10,8 +10,10 @@ use crate::page::{PageBuf, PageIndex, PageRange};
 /// What a host, or the embedder, may do to guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meddling {
-    /// Pins a page for DMA.
+    /// Pins a page for DMA, which the host must notice by itself.
     Pin,
+    /// Pins a page for DMA that a guard announces.
+    AnnouncedPin,
     /// Ends a pin.
     Unpin,
     /// Swaps pages out.

@@ -41,6 +41,7 @@ mod host;
 mod op;
 mod oracle;
 mod pages;
+mod pins;
 mod registry;
 mod run;
 mod settle;

@@ -95,7 +95,23 @@ pub enum Op {
     Unmerge(Reach),
     /// Quiesces the engine, sees that it keeps still, and resumes it.
     Quiesce,
-    /// Pins a page for DMA. Not in regions that are declared guarded.
+    /// Takes a pin guard: the embedder announces DMA.
+    PinGuard {
+        /// The region.
+        region: usize,
+        /// Its pages.
+        range: PageRange,
+    },
+    /// Gives up the guards that hold any of these pages, once no device uses
+    /// their pages any more.
+    UnpinGuard {
+        /// The region.
+        region: usize,
+        /// The pages.
+        range: PageRange,
+    },
+    /// A device pins a page for DMA. In regions that are declared guarded, only
+    /// where a guard announces it.
     Pin {
         /// The region.
         region: usize,

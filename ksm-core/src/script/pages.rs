@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::host::{Host, Meddling};
 use super::op::Reach;
 use super::oracle::Cell;
+use super::pins::refused_as_pinned;
 use super::run::{Applied, Memory, Outcome, Runner};
 use super::verify::name_of;
 use crate::engine::Target;
@@ -13,7 +14,7 @@ use crate::page::{PageBuf, PageRange};
 impl<H: Host> Runner<H> {
     /// The memory of a region of the script, registered or not, and those of
     /// the pages that it has.
-    fn memory(&mut self, region: usize, range: PageRange) -> Option<(usize, PageRange)> {
+    pub(super) fn memory(&self, region: usize, range: PageRange) -> Option<(usize, PageRange)> {
         let memory = self.regions.get(region)?.memory;
         let range = range.intersection(self.memories[memory].oracle.range());
         (!range.is_empty()).then_some((memory, range))
@@ -60,6 +61,9 @@ impl<H: Host> Runner<H> {
             return Ok(Applied::Skipped);
         };
         let done = self.ksm.discard(id, range);
+        if self.is_held(region, range) {
+            return refused_as_pinned(done);
+        }
         for page in range.iter() {
             let Memory { guest, oracle } = &mut self.memories[memory];
             if done.is_ok() {
@@ -97,7 +101,7 @@ impl<H: Host> Runner<H> {
     }
 
     /// After an unmerge, none of its pages is shared.
-    fn nothing_merged(&self, reach: Reach) -> Result<(), String> {
+    pub(super) fn nothing_merged(&self, reach: Reach) -> Result<(), String> {
         let Reach::Pages(region, range) = reach else {
             let all = matches!(reach, Reach::All) && self.ksm.stats().pages_shared > 0;
             return match all {

@@ -80,16 +80,16 @@ impl<H: Host> Runner<H> {
         let Some(id) = self.region(region) else {
             return Ok(Applied::Skipped);
         };
-        let done = self.ksm.unregister(id);
+        let done = self.despite_guards(|ksm| ksm.unregister(id))?;
         self.forget_regions();
         self.accept(done)
     }
 
     pub(super) fn remove(&mut self, space: usize) -> Outcome {
-        let Some(Some(Space { id, .. })) = self.spaces.get(space) else {
+        let Some(&Some(Space { id, .. })) = self.spaces.get(space) else {
             return Ok(Applied::Skipped);
         };
-        let done = self.ksm.remove_space(*id);
+        let done = self.despite_guards(|ksm| ksm.remove_space(id))?;
         if done.is_ok() {
             self.spaces[space] = None;
         }

@@ -7,6 +7,7 @@ use thiserror::Error;
 use super::host::{Host, Meddling, Weather};
 use super::op::Op;
 use super::oracle::Oracle;
+use super::pins::Guard;
 use super::text::Script;
 use crate::backend::sim::{Call, Failure};
 use crate::engine::Ksm;
@@ -73,6 +74,7 @@ pub struct Runner<H: Host> {
     pub(super) spaces: Vec<Option<Space>>,
     pub(super) regions: Vec<Region>,
     pub(super) memories: Vec<Memory<H::Guest>>,
+    pub(super) guards: Vec<Guard>,
     /// Calls may fail, so errors are to be expected.
     trouble: bool,
     /// Pages may change at any time.
@@ -95,6 +97,7 @@ impl<H: Host> Runner<H> {
             spaces: Vec::new(),
             regions: Vec::new(),
             memories: Vec::new(),
+            guards: Vec::new(),
             trouble: false,
             storm: false,
             done: Script::default(),
@@ -198,8 +201,9 @@ impl<H: Host> Runner<H> {
             Op::Quiesce => self.quiesce(),
             #[cfg(feature = "fault-injection")]
             Op::Panic { step } => self.panic(step),
-            Op::Pin { region, .. } if self.is_guarded(region) => Ok(Applied::Skipped),
-            Op::Pin { region, page } => self.meddle(region, PageRange::one(page), Meddling::Pin),
+            Op::PinGuard { region, range } => self.pin_guard(region, range),
+            Op::UnpinGuard { region, range } => Ok(self.unpin_guards(region, range)),
+            Op::Pin { region, page } => self.pin(region, page),
             Op::Unpin { region, page } => {
                 self.meddle(region, PageRange::one(page), Meddling::Unpin)
             }

@@ -4,7 +4,7 @@ use super::host::Host;
 use super::oracle::{Cell, Census};
 use super::run::{Applied, Runner};
 use super::verify::name_of;
-use crate::page::bytes_in;
+use crate::page::{PageRange, bytes_in};
 use crate::stats::Stats;
 
 /// Passes after which calm memory has settled. A page needs one pass to be seen,
@@ -132,8 +132,14 @@ impl<H: Host> Runner<H> {
                 let found = self.ksm.explain(id, page);
                 let found = found.map_err(|error| error.to_string())?;
                 let unguarded = found.copied && !region.guarded;
-                let fit = !unguarded && self.host.mergeable(&memory.guest, page);
-                look(number, page, memory.oracle.cell(page), fit)?;
+                let held = self.is_held(number, PageRange::one(page));
+                let fit = !unguarded && !held && self.host.mergeable(&memory.guest, page);
+                let cell = match memory.oracle.cell(page) {
+                    // It stays what it was when the guard was taken.
+                    Cell::Written(bytes) if held && bytes.is_zero() => &Cell::Dropped,
+                    cell => cell,
+                };
+                look(number, page, cell, fit)?;
             }
         }
         Ok(())

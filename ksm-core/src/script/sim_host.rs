@@ -140,9 +140,11 @@ impl Host for SimHost {
     fn meddle(&mut self, guest: &SimGuest, range: PageRange, how: Meddling) -> Option<PageRange> {
         let (page, nothing) = (range.start, PageRange::default());
         match how {
-            // A pin that nothing notices is the embedder's fault.
+            // Nothing would notice it.
             Meddling::Pin if self.config.stop != Stop::Move => return None,
-            Meddling::Pin => return guest.pin(page).then(|| PageRange::one(page)),
+            Meddling::Pin | Meddling::AnnouncedPin => {
+                return guest.pin(page).then(|| PageRange::one(page));
+            }
             Meddling::Huge => return guest.collapse(page).then(|| self.around(page)),
             Meddling::Unpin => guest.unpin(page),
             Meddling::Fork => guest.fork(range),

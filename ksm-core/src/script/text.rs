@@ -117,6 +117,12 @@ impl fmt::Display for Op {
                 write!(f, "unmerge r{region} {}", Pages(range))
             }
             Self::Quiesce => write!(f, "quiesce"),
+            Self::PinGuard { region, range } => {
+                write!(f, "pin_guard r{region} {}", Pages(range))
+            }
+            Self::UnpinGuard { region, range } => {
+                write!(f, "unpin_guard r{region} {}", Pages(range))
+            }
             Self::Pin { region, page } => write!(f, "pin r{region} {}", page.0),
             Self::Unpin { region, page } => write!(f, "unpin r{region} {}", page.0),
             Self::Swap { region, range } => write!(f, "swap r{region} {}", Pages(range)),
@@ -284,8 +290,16 @@ fn reach(words: &mut Words<'_>) -> Result<Reach, String> {
 
 /// The operations on pages of a region.
 fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
-    let known = ["read", "discard", "swap", "fork", "pin", "unpin", "huge"];
-    if !known.contains(&verb) {
+    let ranged = [
+        "read",
+        "discard",
+        "swap",
+        "fork",
+        "pin_guard",
+        "unpin_guard",
+    ];
+    let single = ["pin", "unpin", "huge"];
+    if !ranged.contains(&verb) && !single.contains(&verb) {
         return Err(format!("{verb:?} is no operation"));
     }
     let region = words.name('r')?;
@@ -303,6 +317,14 @@ fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
             range: words.pages()?,
         },
         "fork" => Op::Fork {
+            region,
+            range: words.pages()?,
+        },
+        "pin_guard" => Op::PinGuard {
+            region,
+            range: words.pages()?,
+        },
+        "unpin_guard" => Op::UnpinGuard {
             region,
             range: words.pages()?,
         },

@@ -27,6 +27,7 @@ impl<H: Host> Runner<H> {
             }
         }
         self.verify_merged()?;
+        self.verify_guards()?;
         self.host.hold_still(true);
         let checked = self.ksm.check();
         self.host.hold_still(false);

@@ -120,40 +120,62 @@ pub(crate) fn lock_future_mappings(on: bool) {
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Every mapping that the process may have and does not use.
+/// Mappings that the process may have, taken away from it.
 pub(crate) struct SpentVmas {
     start: *mut std::ffi::c_void,
     len: usize,
+    /// From the first on, as many take a mapping each.
+    pages: usize,
 }
 
 impl SpentVmas {
+    /// All.
     pub(crate) fn all() -> Self {
-        use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
         let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
         let limit: usize = limit.trim().parse().unwrap();
         let len = (limit + 2) * 4096;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: memory of our own, which nobody uses: every other page of it
-        // gets another protection, and so a mapping of its own.
-        unsafe {
-            let start =
-                mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), flags).unwrap();
-            for page in (0..limit).step_by(2) {
-                let at = start.wrapping_byte_add(page * 4096);
-                if mprotect(at, 4096, MprotectFlags::READ).is_err() {
-                    return Self { start, len };
-                }
-            }
+        // SAFETY: memory of our own, which nobody uses.
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), flags) };
+        let mut spent = Self {
+            start: start.unwrap(),
+            len,
+            pages: 0,
+        };
+        spent.leave(0);
+        spent
+    }
+
+    /// Leaves exactly so many to the process.
+    pub(crate) fn leave(&mut self, left: usize) {
+        // One page after the other gets a protection that neither the page in
+        // front of it has nor the rest behind it: that costs one each.
+        while self.protect(self.pages, 1 + self.pages % 2) {
+            self.pages += 1;
+            assert!(self.pages * 4096 < self.len, "the limit was never met");
         }
-        panic!("the limit was never met");
+        for _ in 0..left {
+            self.pages -= 1;
+            assert!(self.protect(self.pages, 0));
+        }
+    }
+
+    /// Gives a page the protection of that number. False if that takes a
+    /// mapping which is not to be had.
+    fn protect(&self, page: usize, number: usize) -> bool {
+        use rustix::mm::{MprotectFlags, mprotect};
+        let read = MprotectFlags::READ;
+        let protections = [MprotectFlags::empty(), read, read | MprotectFlags::EXEC];
+        let at = self.start.wrapping_byte_add(page * 4096);
+        // SAFETY: memory of our own, which nobody uses.
+        unsafe { mprotect(at, 4096, protections[number]) }.is_ok()
     }
 }
 
 impl Drop for SpentVmas {
     fn drop(&mut self) {
-        if self.len > 0 {
-            // SAFETY: our own, and nobody uses it.
-            unsafe { rustix::mm::munmap(self.start, self.len) }.unwrap();
-        }
+        // SAFETY: our own, and nobody uses it.
+        unsafe { rustix::mm::munmap(self.start, self.len) }.unwrap();
     }
 }

@@ -3,11 +3,15 @@
 #![allow(dead_code, unused_imports)] // No test file uses all of it.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+mod child;
+mod dma;
 mod guest;
 mod host;
 
 use std::time::{Duration, Instant};
 
+pub(crate) use child::{View, again, become_nobody};
+pub(crate) use dma::{DirectFile, Ring};
 pub(crate) use guest::{Guest, Vcpu, memfd};
 pub(crate) use host::*;
 use ksm_core::RegisterError;

@@ -14,17 +14,8 @@
 //!
 //! # System calls
 //!
-//! For seccomp filters. At start: `userfaultfd`, or `openat` of
-//! /dev/userfaultfd and `ioctl` `USERFAULTFD_IOC_NEW`; `openat` of
-//! /proc/self/pagemap and /proc/self/smaps; `fcntl` (`F_GETFL`, `F_SETFL`),
-//! `ppoll`, `uname` and a thread to try the descriptor out. All but the trial
-//! can be done elsewhere: see [`Fds`].
-//!
-//! Later: `ioctl` (`UFFDIO_API`, `REGISTER`, `UNREGISTER`, `WAKE`,
-//! `WRITEPROTECT`, `MOVE`, `COPY`; `PAGEMAP_SCAN`), `mmap`, `mremap`, `munmap`,
-//! `madvise`, `mincore`, `memfd_create`, `fcntl` (`F_ADD_SEALS`), `fchmod`,
-//! `fstat`, `fallocate`, `pread64`, `pwrite64`, `prctl` (`PR_GET_MEMORY_MERGE`),
-//! `sched_yield`, `clock_nanosleep`, `close`.
+//! For seccomp filters: [`OPEN_SYSTEM_CALLS`] and [`SYSTEM_CALLS`]. A test runs
+//! the engine under a filter made of exactly these (`tests/linux_jail.rs`).
 //!
 //! # Safety
 //!
@@ -70,6 +61,57 @@ pub use store::LinuxStore;
 use super::{Backend, RegionOptions};
 use crate::error::{BackendError, RegisterError};
 use caps::{Host, Stops};
+
+/// The system calls that are made to open a backend, besides [`SYSTEM_CALLS`],
+/// by their names on x86-64.
+///
+/// To open [`Fds`]: `userfaultfd`, or `open` of /dev/userfaultfd and an `ioctl`
+/// (`USERFAULTFD_IOC_NEW`); `open` of /proc/self/pagemap and /proc/self/smaps;
+/// /proc/sys/vm/max_map_count is read (`openat`, `statx`, `read`). To try the
+/// userfaultfd out: `fcntl` (`F_GETFL`, `F_SETFL`), `ppoll`, `uname`, and a
+/// thread. A process in a jail has all of it done before it goes in.
+pub const OPEN_SYSTEM_CALLS: &[&str] = &[
+    "fcntl",
+    "ioctl",
+    "open",
+    "openat",
+    "ppoll",
+    "read",
+    "statx",
+    "uname",
+    "userfaultfd",
+];
+
+/// The system calls that engine and backend make once the backend is open, by
+/// their names on x86-64.
+///
+/// `ioctl` is called with `UFFDIO_REGISTER`, `UNREGISTER`, `WAKE`,
+/// `WRITEPROTECT`, `MOVE` and `COPY`, and with `PAGEMAP_SCAN`; `fcntl` with
+/// `F_ADD_SEALS`; `prctl` with `PR_GET_MEMORY_MERGE`. `getrandom` is for the
+/// secrets of trust domains, `futex` for locks that are not free. What the
+/// allocator, the threads and the logging of the process need comes on top.
+/// [`LinuxStore::open_read_only`] makes `open` besides.
+pub const SYSTEM_CALLS: &[&str] = &[
+    "clock_nanosleep",
+    "close",
+    "fallocate",
+    "fchmod",
+    "fcntl",
+    "fstat",
+    "futex",
+    "getrandom",
+    "ioctl",
+    "madvise",
+    "memfd_create",
+    "mincore",
+    "mmap",
+    "mremap",
+    "munmap",
+    "prctl",
+    "pread64",
+    "pwrite64",
+    "sched_yield",
+];
 
 /// How long to wait before a call that must not fail is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(1);

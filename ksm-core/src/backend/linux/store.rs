@@ -61,7 +61,8 @@ impl LinuxStore {
     }
 
     /// A descriptor for another process: it can map frames privately and read
-    /// them, but neither write nor punch them.
+    /// them, but neither write nor punch them. Nor can it open the file anew to do
+    /// so, unless it is the same user's, or has `CAP_DAC_OVERRIDE`.
     ///
     /// The one call that opens something under /proc: a jailed process makes
     /// its descriptors before it goes in.

@@ -122,6 +122,10 @@ impl World {
         if self.rng.chance(self.storm.short) {
             return Err(Refusal::Raced);
         }
+        let unnoticed = self.regions[region].page(page).pinned;
+        self.demand(!unnoticed, || {
+            format!("write-protection of page {page}, to which a device may write all the same")
+        });
         self.split_huge(region, page);
         let hold = if moves { Hold::Out } else { Hold::Stopped };
         self.regions[region].page_mut(page).hold = hold;

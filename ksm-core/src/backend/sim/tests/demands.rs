@@ -221,8 +221,10 @@ fn memory_is_not_dropped_while_pages_are_held() {
 }
 
 #[test]
-#[should_panic(expected = "declared free of DMA")]
-fn memory_that_is_declared_free_of_dma_is_not_pinned() {
+#[should_panic(expected = "to which a device may write all the same")]
+fn a_copied_page_that_a_device_uses_is_not_stopped() {
     let lab = Lab::new();
-    lab.guest.pin(P);
+    lab.merge(one(3), 1);
+    assert!(lab.guest.pin(P));
+    let _ = lab.memory.stop(one(3), Backing::Frame);
 }
