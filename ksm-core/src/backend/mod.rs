@@ -20,6 +20,10 @@
 //! | merged | the frame's bytes | it becomes copied | [`Memory::share`] from stopped and out, [`Memory::reuse`] from stopped |
 //! | copied | its own bytes | its own bytes | a write to a merged page, [`Memory::populate`] |
 //!
+//! Memory may be a file of its own. Then there is no page of zeros (a read of an
+//! absent page makes it private), and what is absent from the page table may
+//! still have bytes, which [`Memory::populated`] finds if they are in memory.
+//!
 //! The last two differ from the others in their [`Backing`]: below them lies a
 //! frame of the store. A copied page still *names* that frame (it would show
 //! again if the copy were dropped), so the frame's number stays taken.

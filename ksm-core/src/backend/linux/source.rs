@@ -51,6 +51,11 @@ impl HostRegion {
     ///
     /// Merged pages are punched out of the memfd, which is what frees them: a
     /// snapshot that is taken by reading the file needs the region unregistered.
+    /// A memfd that is sealed against writing while it is registered is merged no
+    /// more, and what was merged cannot be put back.
+    ///
+    /// The region must be `dma_guarded`
+    /// ([`RegionOptions`](crate::RegionOptions::dma_guarded)).
     ///
     /// What can be checked is checked at registration
     /// ([`RegisterError::Memfd`](crate::RegisterError::Memfd)). That no other
