@@ -79,7 +79,8 @@ impl Guest {
 
     /// Pages of memory that its file holds.
     pub(crate) fn file_pages(&self) -> u64 {
-        rustix::fs::fstat(self.file()).unwrap().st_blocks as u64 * 512 / PAGE_SIZE_U64
+        let blocks = rustix::fs::fstat(self.file()).unwrap().st_blocks;
+        u64::try_from(blocks).unwrap() * 512 / PAGE_SIZE_U64
     }
 
     /// First and last byte of a page, as its file has them.
