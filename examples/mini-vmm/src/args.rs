@@ -1,8 +1,10 @@
 //! The command line.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::{Parser, ValueEnum};
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, ValueEnum};
 use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
 
 use crate::layout::{MAX_WORK_BYTES, control_bytes};
@@ -16,9 +18,9 @@ use crate::recipe::{PRESETS, Recipe};
 #[derive(Debug, Parser)]
 #[command(version, after_long_help = after_help(), max_term_width = 100)]
 pub(crate) struct Args {
-    /// How many guests
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
-    pub(crate) guests: u8,
+    /// How many guests [default: 4, or one for each image]
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub(crate) guests: Option<u8>,
 
     /// Memory of each guest that can be merged, as 128M, 1G or bytes
     #[arg(long, default_value = "128M")]
@@ -36,6 +38,30 @@ pub(crate) struct Args {
     /// commas between them (see below)
     #[arg(long, default_value = "default")]
     pub(crate) recipe: Recipe,
+
+    /// Raw RAM images that guests' memory is loaded from, one for each guest, from
+    /// the first again if there are more guests. Their pages of zeros stay holes
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["mem", "recipe"])]
+    pub(crate) image: Vec<PathBuf>,
+
+    /// How many pages of its image each guest rewrites and restores, again and
+    /// again, once our engine has merged them
+    #[arg(long, value_name = "PAGES", default_value_t = 512)]
+    pub(crate) rewrites: u32,
+
+    /// What merges memory
+    #[arg(long, value_enum, default_value_t = Engine::Ours)]
+    pub(crate) engine: Engine,
+
+    /// The most mappings that merging may cost [default: three quarters of what
+    /// the process may have]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_vmas: Option<u64>,
+
+    /// No blocks of equal frames for stretches of one content: more mappings, up to
+    /// 63 frames less for each such content
+    #[arg(long)]
+    pub(crate) no_blocks: bool,
 
     /// Check every page of every guest at the end, by guest and VMM; fail if
     /// one is wrong
@@ -90,11 +116,67 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Memory that all guests need, before any of it is merged.
-    pub(crate) fn guest_bytes(&self) -> u64 {
-        let pages = self.mem.pages();
-        u64::from(self.guests) * (bytes_in(pages) + control_bytes(pages))
+    /// The command line, if it makes sense; otherwise the program ends.
+    pub(crate) fn parse_checked() -> Self {
+        let args = Self::parse();
+        if let Err(text) = args.check() {
+            Self::command()
+                .error(ErrorKind::ArgumentConflict, text)
+                .exit();
+        }
+        args
     }
+
+    fn check(&self) -> Result<(), String> {
+        if self.image.len() > MAX_GUESTS {
+            return Err(format!("more than {MAX_GUESTS} images\n"));
+        }
+        if usize::from(self.guests()) < self.image.len() {
+            let text = "--guests is less than there are images: name fewer of them\n";
+            return Err(text.to_owned());
+        }
+        let only_ours = [
+            (self.chaos, "--chaos"),
+            (self.isolate, "--isolate"),
+            (self.no_dedup, "--no-dedup"),
+            (self.max_vmas.is_some(), "--max-vmas"),
+            (self.no_blocks, "--no-blocks"),
+        ];
+        match only_ours.iter().find(|(given, _)| *given) {
+            Some((_, name)) if self.engine == Engine::Kernel => {
+                Err(format!("the kernel's KSM knows nothing like {name}\n"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// How many guests there are.
+    pub(crate) fn guests(&self) -> u8 {
+        let images = u8::try_from(self.image.len()).unwrap_or(u8::MAX);
+        let default = if images > 0 { images } else { DEFAULT_GUESTS };
+        self.guests.unwrap_or(default)
+    }
+}
+
+/// Guests that are not loaded from images, unless a number is given.
+const DEFAULT_GUESTS: u8 = 4;
+/// The most guests.
+const MAX_GUESTS: usize = 64;
+
+/// Memory that guests of so many pages need, before any of it is merged.
+pub(crate) fn guest_bytes(pages: &[u64]) -> u64 {
+    let bytes = |&pages: &u64| bytes_in(pages) + control_bytes(pages);
+    pages.iter().map(bytes).sum()
+}
+
+/// What merges memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Engine {
+    /// `ksm-core`, in this process
+    Ours,
+    /// The kernel's KSM, for comparison: needs root, and that nothing else is
+    /// merged on this host (see below)
+    Kernel,
 }
 
 /// What the kernel is advised on huge pages of guest memory.
@@ -175,12 +257,28 @@ Recipes:
 
 Presets:
 {presets}
+Images:
+  Guests check their pages by hashes while they work, the VMM compares every byte
+  with the files at the end. Before anything is counted all rewritten pages are
+  restored, so duplicate_pages is what `estimate` counts, and merged_duplicates
+  (pages_sharing + stable_node_dups) what of it is merged. With an image the guests
+  have huge pages only with --thp always.
+
+The kernel as the engine:
+  It is set up through /sys/kernel/mm/ksm: use_zero_pages, pages_to_scan,
+  sleep_millisecs and run, and advisor_mode, if it is on. A process of its own
+  restores them however this one ends, killed by any signal included; only if that
+  one is killed as well (with all of a container, say), they stay as they are: run 1,
+  use_zero_pages 1. If run was 0, pages that were merged are unmerged then.
+
 Examples:
   mini-vmm --verify
   mini-vmm --guests 4 --mem 128M --seconds 20 --verify --json
   mini-vmm --seconds 60 --recipe lockstep --verify
   mini-vmm --seconds 60 --recipe chaos --chaos --verify
   mini-vmm --recipe poison,order=scattered,rest=500
+  mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify
+  mini-vmm --image a.ram b.ram c.ram --engine kernel --verify
 
 Exit status:
   0  done; with --verify: and every page held what it must
@@ -193,13 +291,12 @@ Exit status:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory as _;
 
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
         let args = Args::try_parse_from(["mini-vmm"]).unwrap();
-        assert_eq!((args.guests, args.mem.pages()), (4, 32_768));
+        assert_eq!((args.guests(), args.mem.pages()), (4, 32_768));
     }
 
     #[test]
@@ -224,9 +321,19 @@ mod tests {
             &["--recipe", "common=50"],
             &["--chaos", "--no-dedup"],
             &["--busy", "101"],
+            &["--image", "a", "--recipe", "default"],
+            &["--image"],
         ] {
             let line = ["mini-vmm"].iter().chain(wrong);
             assert!(Args::try_parse_from(line).is_err(), "{wrong:?}");
+        }
+        for wrong in [
+            &["--engine", "kernel", "--isolate"][..],
+            &["--image", "a", "b", "--guests", "1"],
+        ] {
+            let line = ["mini-vmm"].iter().chain(wrong);
+            let args = Args::try_parse_from(line).unwrap();
+            assert!(args.check().is_err(), "{wrong:?}");
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context as _;
 use ksm_core::backend::linux::LinuxBackend;
-use ksm_core::{Config, DomainId, Ksm, MemoryStats, RegionOptions, Stats};
+use ksm_core::{Config, DomainId, Ksm, MemoryStats, Outcome, RegionOptions, Stats};
 use ksm_vmm_glue::{GuestKsm, Pacing, ScannerOptions, ScannerThread, Status};
 
 use crate::ram::{Ram, page_address};
@@ -15,6 +15,9 @@ pub(crate) type Engine = Ksm<LinuxBackend>;
 /// This VMM has no devices, so nothing writes to guest memory but vCPUs: copied
 /// pages may be merged again.
 const OPTIONS: RegionOptions = RegionOptions { dma_guarded: true };
+
+/// Guests that rest are merged in far fewer passes than this.
+const MAX_PASSES: u64 = 100;
 
 /// Guests that are registered with one engine.
 #[derive(Debug)]
@@ -95,6 +98,25 @@ impl Dedup {
         while passes < 2 + u64::from(settle_passes) {
             let report = self.ksm.scan(u64::from(self.pacing.pages_to_scan))?;
             passes += report.passes;
+        }
+        Ok(())
+    }
+
+    /// Makes passes until so many in a row have merged nothing.
+    pub(crate) fn settle_until_quiet(&self, quiet_passes: u64) -> anyhow::Result<()> {
+        let (mut quiet, mut passes) = (0, 0);
+        while quiet < quiet_passes {
+            if passes > MAX_PASSES {
+                anyhow::bail!("after {MAX_PASSES} passes there is still something to merge");
+            }
+            let report = self.ksm.scan(u64::MAX)?;
+            let merged = report.outcomes[Outcome::Merged] + report.outcomes[Outcome::Zeroed];
+            passes += report.passes;
+            quiet = if merged == 0 {
+                quiet + report.passes
+            } else {
+                0
+            };
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use crate::content::PageSpec;
 use crate::cpu::Cpu;
 use crate::discard::{Discard, DiscardDesk};
+use crate::image::Image;
 use crate::layout::{Command, SKIPPED, mail};
 use crate::lockstep::Lockstep;
 use crate::plan::Plan;
@@ -38,6 +39,8 @@ pub(crate) struct Guest {
     index: usize,
     ram: Ram,
     plan: Plan,
+    /// What its memory was loaded from, if it is not for the guest to fill.
+    image: Option<Image>,
     cpu: Box<dyn Cpu>,
     side: Arc<GuestSide>,
     /// Increments of each slice of the lockstep list.
@@ -85,11 +88,13 @@ pub(crate) struct Work {
 }
 
 impl Guest {
-    /// A guest that has not filled its memory yet.
+    /// A guest that has not filled its memory yet, unless it is loaded from an
+    /// image.
     pub(crate) fn new(
         index: usize,
         ram: Ram,
         plan: Plan,
+        image: Option<Image>,
         cpu: Box<dyn Cpu>,
         side: Arc<GuestSide>,
     ) -> anyhow::Result<Self> {
@@ -98,6 +103,7 @@ impl Guest {
             index,
             ram,
             plan,
+            image,
             cpu,
             side,
             increments: Vec::new(),
@@ -116,6 +122,9 @@ impl Guest {
 
     /// Lets the guest fill its memory.
     pub(crate) fn fill(&mut self) -> anyhow::Result<()> {
+        if self.image.is_some() {
+            return Ok(());
+        }
         let pages = self.plan.len();
         for first in (0..pages).step_by(as_step(CHUNK)) {
             let end = (first + CHUNK).min(pages);
@@ -154,6 +163,7 @@ impl Guest {
             }
             sleep(rest_after(begin.elapsed(), work.busy_percent));
         }
+        self.restore(work)?;
         // A discard that was made is known to the guest when it stops.
         self.attend_discard()
     }
@@ -168,6 +178,25 @@ impl Guest {
         })?;
         self.increments[as_step(slice)] += times;
         work.lockstep.end_tick(self.index);
+        Ok(())
+    }
+
+    /// Restores those pages of an image that are rewritten now.
+    fn restore(&mut self, work: &Work) -> anyhow::Result<()> {
+        if self.image.is_none() {
+            return Ok(());
+        }
+        for slice in 0..work.lockstep.slices() {
+            if self.increments[as_step(slice)] % 2 == 1 {
+                let Range { start: first, end } = work.lockstep.places(slice);
+                self.run(Command::Rewrite {
+                    first,
+                    end,
+                    times: 1,
+                })?;
+                self.increments[as_step(slice)] += 1;
+            }
+        }
         Ok(())
     }
 
@@ -207,9 +236,24 @@ impl Guest {
     }
 
     /// The pages that do not hold what they must: those that the guest found
-    /// while it worked, and those that the VMM finds now. What they must hold
-    /// the VMM works out from the plan and from the commands it gave.
+    /// while it worked, and those that the VMM finds now.
     pub(crate) fn lost_pages(&self, work: &Work) -> anyhow::Result<BTreeSet<u64>> {
+        let found = match &self.image {
+            Some(image) => image.wrong_pages(&self.ram)?,
+            None => self.unplanned_pages(work)?,
+        };
+        let mut lost: BTreeSet<u64> = found.into_iter().collect();
+        for page in 0..self.plan.len() {
+            if self.ram.is_marked_lost(page)? {
+                lost.insert(page);
+            }
+        }
+        Ok(lost)
+    }
+
+    /// The pages that do not hold what the VMM works out from the plan and from
+    /// the commands it gave.
+    fn unplanned_pages(&self, work: &Work) -> anyhow::Result<Vec<u64>> {
         let mut expected = self.plan.pages.clone();
         for (slice, increments) in (0..).zip(&self.increments) {
             for place in work.lockstep.places(slice) {
@@ -225,14 +269,7 @@ impl Guest {
         for page in discarded {
             expected[as_step(page)] = now;
         }
-        let found = wrong_pages(&self.ram, |page| expected[as_step(page)])?;
-        let mut lost: BTreeSet<u64> = found.into_iter().collect();
-        for page in 0..self.plan.len() {
-            if self.ram.is_marked_lost(page)? {
-                lost.insert(page);
-            }
-        }
-        Ok(lost)
+        wrong_pages(&self.ram, |page| expected[as_step(page)])
     }
 
     /// Guest-physical pages that are rewritten.

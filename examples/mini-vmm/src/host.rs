@@ -3,7 +3,7 @@
 use ksm_core::backend::linux::{LinuxBackend, OpenError};
 use kvm_ioctls::Kvm;
 
-use crate::args::{Args, Thp};
+use crate::args::{Args, Engine, Thp};
 
 /// The version of KVM's interface, the same for ever.
 const KVM_API_VERSION: i32 = 12;
@@ -31,7 +31,7 @@ impl Host {
             noted(&mut notes, open_kvm())
         };
         let mut backend = None;
-        if !args.no_dedup {
+        if !args.no_dedup && args.engine == Engine::Ours {
             backend = open_backend(&mut notes, &mut kvm);
         }
         if args.thp == Thp::Always && thp_is_off() {

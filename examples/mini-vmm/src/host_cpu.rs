@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, VolatileMemory};
 
-use crate::content::{COUNTER_STRIDE, COUNTERS, Kind, PageSpec};
+use crate::content::{COUNTER_STRIDE, COUNTERS, Kind, PageSpec, WORDS, hash};
 use crate::cpu::Cpu;
 use crate::layout::{Command, DESCRIPTORS, descriptor, lockstep_list, mail};
 use crate::ram::{Ram, page_address};
@@ -35,6 +35,7 @@ impl HostCpu {
                 1 => Kind::Repeat,
                 2 => Kind::Stream,
                 3 => Kind::Lockstep,
+                4 => Kind::Image,
                 _ => Kind::Skip,
             },
             key: self.word(at + descriptor::KEY)?,
@@ -68,7 +69,27 @@ impl HostCpu {
         Ok(())
     }
 
+    fn hash(&self, page: u64) -> anyhow::Result<u64> {
+        let slice = self
+            .ram
+            .work
+            .get_slice(page_address(page), ksm_core::PAGE_SIZE)?;
+        let words: Vec<u64> = (0..WORDS)
+            .map(|at| Ok(slice.get_ref::<u64>(at * 8)?.load()))
+            .collect::<anyhow::Result<_>>()?;
+        Ok(hash(words.into_iter()))
+    }
+
     fn check(&self, page: u64, spec: PageSpec) -> anyhow::Result<()> {
+        if spec.kind == Kind::Image {
+            self.count(mail::PAGES_CHECKED, 1)?;
+            let intact = self.hash(page)? == spec.key;
+            return if intact {
+                Ok(())
+            } else {
+                self.count_lost(page)
+            };
+        }
         let slice = self
             .ram
             .work
@@ -82,8 +103,34 @@ impl HostCpu {
         Ok(())
     }
 
+    fn rewrite_image(&self, page: u64, spec: PageSpec) -> anyhow::Result<()> {
+        let intact = self.hash(page)? == spec.key;
+        let slice = self
+            .ram
+            .work
+            .get_slice(page_address(page), ksm_core::PAGE_SIZE)?;
+        for at in 0..COUNTERS {
+            let place: &AtomicU64 = slice.get_atomic_ref(at * COUNTER_STRIDE * 8)?;
+            place.fetch_xor(spec.counter, Ordering::Relaxed);
+        }
+        self.count(mail::STORES_CHECKED, COUNTERS as u64)?;
+        let at = DESCRIPTORS + page * descriptor::BYTES;
+        for (offset, hash) in [(descriptor::KEY, spec.tail), (descriptor::TAIL, spec.key)] {
+            self.ram.all.write_obj(hash, GuestAddress(at + offset))?;
+        }
+        if intact {
+            Ok(())
+        } else {
+            self.count_lost(page)
+        }
+    }
+
     fn rewrite(&self, page: u64) -> anyhow::Result<()> {
-        let counter = self.spec(page)?.counter;
+        let spec = self.spec(page)?;
+        if spec.kind == Kind::Image {
+            return self.rewrite_image(page, spec);
+        }
+        let counter = spec.counter;
         let slice = self
             .ram
             .work

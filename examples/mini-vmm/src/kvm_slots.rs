@@ -78,13 +78,24 @@ pub(crate) fn advise_huge(memory: &GuestMemoryMmap, huge: bool) -> io::Result<()
     } else {
         Advice::LinuxNoHugepage
     };
+    advise(memory, advice)
+}
+
+/// Lets the kernel's KSM merge every region of `memory`.
+pub(crate) fn advise_mergeable(memory: &GuestMemoryMmap) -> io::Result<()> {
+    advise(memory, Advice::LinuxMergeable)
+}
+
+/// Only for advice that changes no contents.
+fn advise(memory: &GuestMemoryMmap, advice: Advice) -> io::Result<()> {
     for region in memory.iter() {
         let host = region
             .get_host_address(MemoryRegionAddress(0))
             .map_err(io::Error::other)?;
         // SAFETY: the range is exactly the mapping that belongs to `region`,
-        // which is alive. This advice changes neither contents nor mappings,
-        // only the size of the pages that the kernel uses below them.
+        // which is alive. Advice on huge pages and on merging changes neither
+        // contents nor where they are mapped, only which physical pages the
+        // kernel uses below, and how large they are.
         unsafe { rustix::mm::madvise(host.cast(), region.size(), advice) }?;
     }
     Ok(())

@@ -56,11 +56,11 @@ pub(crate) mod descriptor {
     pub(crate) const SHIFT: u32 = 5;
     /// 1 once the guest has counted the page as lost, 4 bytes.
     pub(crate) const LOST: u64 = 4;
-    /// The content's key.
+    /// The content's key, or its hash.
     pub(crate) const KEY: u64 = 8;
-    /// XORed into the last word.
+    /// XORed into the last word, or the hash after the next rewrite.
     pub(crate) const TAIL: u64 = 16;
-    /// What every counter of a rewritten page holds.
+    /// What every counter of a rewritten page holds, or is XORed into its words.
     pub(crate) const COUNTER: u64 = 24;
 }
 
@@ -82,7 +82,8 @@ pub(crate) enum Command {
         end: u64,
     },
     /// Check and increment the counters of the pages at `first..end` of the
-    /// lockstep list, `times` times over.
+    /// lockstep list, `times` times over. Pages of an image are checked, then
+    /// rewritten or restored, whichever it is the turn of.
     Rewrite {
         /// The first place in the list.
         first: u64,

@@ -1,6 +1,7 @@
 //! [`Lockstep`]: when which guest rewrites which part of its pages.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,8 @@ use crate::recipe::Recipe;
 /// does something else meanwhile.
 #[derive(Debug)]
 pub(crate) struct Lockstep {
-    start: Instant,
+    /// When guests began.
+    start: OnceLock<Instant>,
     tick: Duration,
     slices: u64,
     /// Length of every guest's lockstep list.
@@ -24,18 +26,23 @@ pub(crate) struct Lockstep {
 }
 
 impl Lockstep {
-    /// Guests begin their first tick now.
+    /// Guests wait for [`Lockstep::open`].
     pub(crate) fn new(recipe: &Recipe, pages: u64, guests: usize) -> Self {
         let slices = u64::from(recipe.slices).min(pages.max(1));
         let rest = Duration::from_millis(u64::from(recipe.rest_millisecs));
         Self {
-            start: Instant::now(),
+            start: OnceLock::new(),
             tick: rest / u32::try_from(slices).expect("not more than the recipe's"),
             slices,
             pages,
             ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
             limit: AtomicU64::new(u64::MAX),
         }
+    }
+
+    /// Guests begin their first tick now. Only the first call counts.
+    pub(crate) fn open(&self) {
+        self.start.get_or_init(Instant::now);
     }
 
     /// How many slices there are.
@@ -45,20 +52,22 @@ impl Lockstep {
 
     /// The slice that `guest` is to rewrite now, if it is time.
     pub(crate) fn due(&self, guest: usize) -> Option<u64> {
+        let start = self.start.get()?;
         let mine = self.ended[guest].load(Ordering::Acquire);
         let all_here = self
             .ended
             .iter()
             .all(|ended| ended.load(Ordering::Acquire) >= mine);
         let ticks = u32::try_from(mine).unwrap_or(u32::MAX);
-        let in_time = self.start.elapsed() >= self.tick.saturating_mul(ticks);
+        let in_time = start.elapsed() >= self.tick.saturating_mul(ticks);
         let go = self.pages > 0 && all_here && in_time && !self.is_over(guest);
         go.then_some(mine % self.slices)
     }
 
     /// Lets guests come to an end together: a tick that one of them has begun
-    /// is the last of all.
+    /// is the last of all. Without any, they make one.
     pub(crate) fn close(&self) {
+        self.open();
         let ended = self.ended.iter().map(|ended| ended.load(Ordering::Acquire));
         let last = ended.max().unwrap_or(0);
         let limit = if self.pages > 0 { last + 1 } else { 0 };
@@ -90,7 +99,10 @@ mod tests {
 
     fn lockstep(pages: u64) -> Lockstep {
         let recipe = "default,rest=1,slices=7".parse().unwrap();
-        Lockstep::new(&recipe, pages, 2)
+        let lockstep = Lockstep::new(&recipe, pages, 2);
+        assert_eq!(lockstep.due(0), None, "not open yet");
+        lockstep.open();
+        lockstep
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! A small VMM whose running guests shrink.
 //!
 //! Several guests run in this process, under KVM. Each fills its memory to a
-//! [`recipe`], then works on: it rewrites some pages in step with the other
-//! guests and checks all of them. Meanwhile `ksm-core` merges pages that are
-//! equal. See `--help`.
+//! [`recipe`], or has it loaded from an [`image`], then works on: it rewrites some pages in step with the other
+//! guests and checks all of them. Meanwhile `ksm-core`, or the kernel's KSM in
+//! its place, merges pages that are equal. See `--help`.
 #![deny(unsafe_code)]
 
 mod args;
@@ -15,9 +15,13 @@ mod discard;
 mod guest;
 mod host;
 mod host_cpu;
+mod image;
+mod keeper;
+mod ksmd;
 mod kvm_slots;
 mod layout;
 mod lockstep;
+mod merger;
 mod payload;
 mod phase;
 mod plan;
@@ -33,10 +37,11 @@ mod vm;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory as _, Parser as _};
+use clap::CommandFactory as _;
 
-use crate::args::Args;
+use crate::args::{Args, guest_bytes};
 use crate::host::Host;
+use crate::image::Image;
 
 /// A page was lost, or something failed.
 const FAILED: u8 = 1;
@@ -44,9 +49,20 @@ const FAILED: u8 = 1;
 const CANNOT_RUN: u8 = 3;
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    if let Some(exit) = keeper::serve_if_asked() {
+        return exit;
+    }
+    let args = Args::parse_checked();
+    let images = args.image.iter().map(|path| Image::look(path));
+    let images: Vec<Image> = match images.collect() {
+        Ok(images) => images,
+        Err(error) => {
+            eprintln!("mini-vmm: {error:#}");
+            return ExitCode::from(FAILED);
+        }
+    };
     match usage::available_bytes() {
-        Ok(available) => refuse_too_much(&args, available),
+        Ok(available) => refuse_too_much(&run::guest_pages(&args, &images), available),
         Err(error) => {
             eprintln!("{error:#}: mount /proc, nothing can be measured without it");
             return ExitCode::from(CANNOT_RUN);
@@ -57,7 +73,7 @@ fn main() -> ExitCode {
         eprintln!("{note}");
     }
     let json = args.json;
-    match run::run(&args, host).and_then(|report| show(&report, json)) {
+    match run::run(&args, &images, host).and_then(|report| show(&report, json)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(FAILED),
         Err(error) => {
@@ -68,12 +84,12 @@ fn main() -> ExitCode {
 }
 
 /// Ends the program if the guests do not fit.
-fn refuse_too_much(args: &Args, available: u64) {
-    let wanted = args.guest_bytes();
+fn refuse_too_much(guest_pages: &[u64], available: u64) {
+    let wanted = guest_bytes(guest_pages);
     if wanted > available {
         let text = format!(
             "{} guests need {} MiB, and {} MiB are available: use fewer (--guests) or smaller ones (--mem)\n",
-            args.guests,
+            guest_pages.len(),
             wanted >> 20,
             available >> 20
         );

@@ -11,11 +11,11 @@
 
 use iced_x86::IcedError;
 use iced_x86::code_asm::{
-    AsmMemoryOperand, CodeAssembler, CodeLabel, al, dword_ptr, dx, ecx, qword_ptr, r8, r8d, r9d,
-    r10d, r11, r12, r13, r14, r15, rax, rbp, rbx, rcx, rdi, rsi,
+    AsmMemoryOperand, CodeAssembler, CodeLabel, al, dword_ptr, dx, ecx, qword_ptr, r8, r8d, r9,
+    r9d, r10d, r11, r11d, r12, r13, r14, r15, rax, rbp, rbx, rcx, rdi, rsi,
 };
 
-use crate::content::{COUNTER_STRIDE, COUNTERS, Kind, WORDS};
+use crate::content::{COUNTER_STRIDE, COUNTERS, HASH_FACTOR, HASH_ROTATE, Kind, WORDS};
 use crate::layout::{CODE, DESCRIPTORS, MAILBOX, REPORT_PORT, WORK_BASE, descriptor, mail, number};
 
 type Emitted = Result<(), IcedError>;
@@ -174,16 +174,41 @@ fn counter_offset(counter: usize) -> i32 {
     count(8 * COUNTER_STRIDE * counter)
 }
 
-/// Compares one page, word by word.
+/// `r8` the hash of the page at `rdi`, which then stands at its end. Changes
+/// `r9` and `r11`.
+fn emit_hash(a: &mut CodeAssembler) -> Emitted {
+    let mut words = a.create_label();
+    a.xor(r8d, r8d)?;
+    a.mov(r9, HASH_FACTOR)?;
+    a.mov(r11d, count(WORDS))?;
+    a.set_label(&mut words)?;
+    a.xor(r8, qword_ptr(rdi))?;
+    a.imul_2(r8, r9)?;
+    a.rol(r8, HASH_ROTATE)?;
+    a.add(rdi, 8)?;
+    a.dec(r11d)?;
+    a.jnz(words)
+}
+
+/// Compares one page, word by word, or by its hash.
 fn emit_check(a: &mut CodeAssembler, next: CodeLabel) -> Emitted {
     let mut repeat = a.create_label();
     let mut words = a.create_label();
     let mut plain = a.create_label();
     let mut compared = a.create_label();
     let mut lost = a.create_label();
+    let mut known_words = a.create_label();
 
     a.inc(word(mail::PAGES_CHECKED))?;
     a.mov(rax, qword_ptr(rbp + small(descriptor::KEY)))?;
+    a.cmp(dword_ptr(rbp), kind(Kind::Image))?;
+    a.jne(known_words)?;
+    emit_hash(a)?;
+    a.cmp(r8, rax)?;
+    a.jne(lost)?;
+    a.jmp(next)?;
+
+    a.set_label(&mut known_words)?;
     a.mov(ecx, count(WORDS))?;
     a.cmp(dword_ptr(rbp), kind(Kind::Repeat))?;
     a.je(repeat)?;
@@ -231,7 +256,7 @@ fn emit_check(a: &mut CodeAssembler, next: CodeLabel) -> Emitted {
 }
 
 /// TIMES times: for each page of the list's part, checks every counter, then
-/// increments it. Many pages are shared with other guests just then, or are
+/// increments it; checks a page of an image, then rewrites or restores it. Many pages are shared with other guests just then, or are
 /// being merged.
 fn emit_rewrite(a: &mut CodeAssembler, done: CodeLabel) -> Emitted {
     let mut again = a.create_label();
@@ -249,6 +274,13 @@ fn emit_rewrite(a: &mut CodeAssembler, done: CodeLabel) -> Emitted {
     a.jae(pass_done)?;
     a.mov(rsi, qword_ptr(r13 + rcx * 8))?;
     emit_locate(a)?;
+    let mut written = a.create_label();
+    let mut counters = a.create_label();
+    a.cmp(dword_ptr(rbp), kind(Kind::Image))?;
+    a.jne(counters)?;
+    emit_rewrite_image(a)?;
+    a.jmp(written)?;
+    a.set_label(&mut counters)?;
     a.mov(rax, qword_ptr(rbp + small(descriptor::COUNTER)))?;
     a.xor(r8d, r8d)?;
     a.xor(r10d, r10d)?;
@@ -267,6 +299,7 @@ fn emit_rewrite(a: &mut CodeAssembler, done: CodeLabel) -> Emitted {
     a.add(word(mail::STORES_CHECKED), r8)?;
     a.inc(rax)?;
     a.mov(qword_ptr(rbp + small(descriptor::COUNTER)), rax)?;
+    a.set_label(&mut written)?;
     let mut intact = a.create_label();
     a.test(r10d, r10d)?;
     a.jz(intact)?;
@@ -276,4 +309,27 @@ fn emit_rewrite(a: &mut CodeAssembler, done: CodeLabel) -> Emitted {
     a.jmp(page)?;
     a.set_label(&mut pass_done)?;
     a.jmp(again)
+}
+
+/// Checks a page of an image, XORs the mask into its words, and exchanges what it
+/// is to be known by. `r10d` is 1 if it was wrong before.
+fn emit_rewrite_image(a: &mut CodeAssembler) -> Emitted {
+    let mut right = a.create_label();
+    emit_hash(a)?;
+    a.xor(r10d, r10d)?;
+    a.mov(rax, qword_ptr(rbp + small(descriptor::KEY)))?;
+    a.cmp(r8, rax)?;
+    a.je(right)?;
+    a.mov(r10d, 1)?;
+    a.set_label(&mut right)?;
+    a.mov(r8, qword_ptr(rbp + small(descriptor::COUNTER)))?;
+    for counter in 0..COUNTERS {
+        // rdi stands at the page's end.
+        let place = rdi + (counter_offset(counter) - count(8 * WORDS));
+        a.xor(qword_ptr(place), r8)?;
+    }
+    a.add(word(mail::STORES_CHECKED), count(COUNTERS))?;
+    a.mov(r8, qword_ptr(rbp + small(descriptor::TAIL)))?;
+    a.mov(qword_ptr(rbp + small(descriptor::KEY)), r8)?;
+    a.mov(qword_ptr(rbp + small(descriptor::TAIL)), rax)
 }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::chaos::ChaosTally;
 use crate::guest::Tally;
+use crate::image::ImageTally;
 
 /// How one guest stands.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -73,6 +74,53 @@ impl GuestReport {
     }
 }
 
+/// What there was in images, and what of it is merged.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct ImageReport {
+    /// Pages of all images.
+    pub(crate) image_pages: u64,
+    /// Pages of zeros among them, which are holes.
+    pub(crate) image_zero_pages: u64,
+    /// Pages whose content stands earlier, as `estimate` counts them.
+    pub(crate) duplicate_pages: u64,
+    /// Those that are merged: `pages_sharing` and `stable_node_dups`.
+    pub(crate) merged_duplicates: u64,
+    /// In percent of all.
+    pub(crate) merged_percent: f64,
+    /// Mappings that this costs for 100 merged pages (`pages_shared` and
+    /// `pages_sharing`).
+    pub(crate) vmas_per_100_merged: f64,
+}
+
+impl ImageReport {
+    /// What became of `tally`'s pages, at the cost of `vmas` mappings.
+    pub(crate) fn new(tally: &ImageTally, stats: &ksm_core::Stats, vmas: u64) -> Self {
+        #[allow(clippy::cast_precision_loss, reason = "shown with few decimals")]
+        let per_100 = |part: u64, whole: u64| part as f64 * 100.0 / whole.max(1) as f64;
+        let duplicate_pages = tally.duplicate_pages();
+        let merged_duplicates = stats.pages_sharing + stats.stable_node_dups;
+        Self {
+            image_pages: tally.pages,
+            image_zero_pages: tally.zero_pages,
+            duplicate_pages,
+            merged_duplicates,
+            merged_percent: per_100(merged_duplicates, duplicate_pages),
+            vmas_per_100_merged: per_100(vmas, stats.pages_shared + stats.pages_sharing),
+        }
+    }
+
+    fn summary(&self) -> String {
+        format!(
+            "images: {} pages, {} of zeros; {:.2}% of {} duplicates merged, at {:.2} VMAs per 100 merged pages\n",
+            self.image_pages,
+            self.image_zero_pages,
+            self.merged_percent,
+            self.duplicate_pages,
+            self.vmas_per_100_merged,
+        )
+    }
+}
+
 /// What came of a run.
 ///
 /// `before` is when all guests had filled their memory and nothing was
@@ -82,13 +130,13 @@ impl GuestReport {
 pub(crate) struct Report {
     /// `kvm` or `host-threads`.
     pub(crate) mode: &'static str,
-    /// `linux` or `none`.
+    /// `linux`: ours on Linux; `kernel`: the host's KSM; `none`.
     pub(crate) engine: &'static str,
     /// How many guests ran.
     pub(crate) guests: u8,
-    /// Memory of each that could be merged.
+    /// Memory of each that could be merged, of the largest if they differ.
     pub(crate) guest_bytes: u64,
-    /// What they filled it with.
+    /// What they filled it with, or the names of their images.
     pub(crate) recipe: String,
     /// What everything was drawn from.
     pub(crate) seed: u64,
@@ -115,7 +163,7 @@ pub(crate) struct Report {
     pub(crate) free_after_bytes: u64,
     /// What the engine's counters say is saved.
     pub(crate) saved_bytes: u64,
-    /// What the recipe lets be saved at most.
+    /// What recipe or images let be saved at most.
     pub(crate) mergeable_bytes: u64,
     /// What the engine's own records take.
     pub(crate) metadata_bytes: u64,
@@ -125,6 +173,8 @@ pub(crate) struct Report {
     pub(crate) pages_shared: u64,
     /// Pages that map them beyond the first of each.
     pub(crate) pages_sharing: u64,
+    /// Frames beyond the first of their content.
+    pub(crate) stable_node_dups: u64,
     /// Zero pages that the engine made.
     pub(crate) zero_pages: u64,
     /// Pages looked at.
@@ -139,11 +189,19 @@ pub(crate) struct Report {
     pub(crate) rewritten_merges: u64,
     /// Mappings of the process, after.
     pub(crate) vmas: u64,
+    /// How many more those are than before.
+    pub(crate) vmas_added: i64,
+    /// What was merged of what there was in images.
+    #[serde(flatten)]
+    pub(crate) images: Option<ImageReport>,
     /// When the savings first reached 95% of the most they came to while guests
     /// worked, counted from the scanner's start; null without savings.
     pub(crate) seconds_to_settle: Option<f64>,
-    /// Processor time of the process, vCPUs included, while guests worked.
+    /// Processor time of the process, vCPUs included, and of the kernel's ksmd, if
+    /// it is the engine, while guests worked.
     pub(crate) cpu_seconds: f64,
+    /// ksmd's part of it.
+    pub(crate) ksmd_cpu_seconds: f64,
     /// What `--chaos` did.
     pub(crate) chaos: Option<ChaosTally>,
     /// What became of the pages looked at, by the engine's names.
@@ -246,9 +304,14 @@ impl Report {
             Some(false) => "NOT VERIFIED",
             None => "not verified (--verify)",
         };
+        let images = self.images.map_or(String::new(), |images| images.summary());
+        let ksmd = match self.engine {
+            "kernel" => format!(" ({:.1} of them ksmd's)", self.ksmd_cpu_seconds),
+            _ => String::new(),
+        };
         format!(
-            "saved {} of {} that are equal ({} frames, {} pages beyond them, {} zero pages, {} VMAs), settled {settled}\n\
-             {} pages scanned in {} passes, {} merges of rewritten pages, CPU {:.1} s, records {}\n\
+            "{images}saved {} of {} that are equal ({} frames, {} pages beyond them, {} zero pages, {} VMAs), settled {settled}\n\
+             {} pages scanned in {} passes, {} merges of rewritten pages, CPU {:.1} s{ksmd}, records {}\n\
              {} pages and {} stores checked, {} lost; {verified}",
             BinaryBytes(self.saved_bytes),
             BinaryBytes(self.mergeable_bytes),
