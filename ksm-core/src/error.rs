@@ -44,13 +44,23 @@ pub enum RegisterError {
         /// Its length.
         bytes: u64,
     },
-    /// It is mapped shared: other mappings would not follow a merge.
+    /// It is mapped shared, and not declared to be a memfd of this process
+    /// alone: other mappings would not follow a merge.
     #[error(
-        "guest memory at {address:#x} is a shared mapping: only private anonymous memory can be merged"
+        "guest memory at {address:#x} is a shared mapping, which others may have as well: if it is a memfd that is mapped here and nowhere else, say so (HostRegion::memfd_owned)"
     )]
     Shared {
         /// Host address of the offending mapping.
         address: u64,
+    },
+    /// It is declared to be a memfd of this process alone, and cannot be merged
+    /// as such.
+    #[error("guest memory at {address:#x} is declared to be a memfd of this process alone: {why}")]
+    Memfd {
+        /// Host address of the offending part.
+        address: u64,
+        /// What is wrong with it.
+        why: MemfdFault,
     },
     /// It is a private mapping of a file.
     #[error(
@@ -109,6 +119,40 @@ pub enum RegisterError {
     /// The host failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
+}
+
+/// Why a memfd cannot be merged that is declared to be this process's alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum MemfdFault {
+    /// The region does not say which file it is (`file_offset` of vm-memory).
+    #[error("the region names no file")]
+    NoFile,
+    /// The file is on a disk, or has a name by which others can open it.
+    #[error("its file is no memfd")]
+    NotMemfd,
+    /// The file ends before the region does.
+    #[error("the memfd is shorter than the region")]
+    Short,
+    /// `F_SEAL_WRITE` or `F_SEAL_FUTURE_WRITE`, which forbid punching as well.
+    #[error("the memfd is sealed against writing, so that no page of it can be freed")]
+    Sealed,
+    /// The descriptor cannot be written to.
+    #[error("the descriptor of the memfd is not open for reading and writing")]
+    ReadOnly,
+    /// The region shows another file, or another part of it, or is private.
+    #[error("what is mapped there is not that part of the memfd, MAP_SHARED")]
+    NotMappedThere,
+    /// This process maps a part of it a second time.
+    #[error("a part of it is mapped at {address:#x} as well")]
+    MappedTwice {
+        /// Host address of the other mapping.
+        address: u64,
+    },
+    /// The region is not declared `dma_guarded`. Pages of a memfd cannot be moved
+    /// out, and nothing else finds out that a device uses one.
+    #[error("it must be declared dma_guarded as well, since no host call finds DMA to it")]
+    Unguarded,
 }
 
 /// An error of an engine call.

@@ -100,7 +100,7 @@ mod unstable;
 pub use backend::RegionOptions;
 pub use config::Config;
 pub use engine::{Explanation, Ksm, Quiesced, Target};
-pub use error::{Error, RegisterError};
+pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};
 pub use page::{PAGE_SIZE, PageIndex, PageRange};
 pub use region::{DomainId, PinGuard, RegionId, SpaceId};

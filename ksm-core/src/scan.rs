@@ -146,7 +146,11 @@ impl<B: Backend> Window<'_, '_, B> {
     /// What became of a page that is not to be read; `None` if it is.
     fn look_at(&self, page: PageIndex, state: PageState) -> Option<Outcome> {
         let record = self.region.pages().get(page);
-        let own_bytes = matches!(state, PageState::Private | PageState::Swapped);
+        let own_bytes = match state {
+            PageState::Private | PageState::Swapped => true,
+            PageState::File => record.frame.is_none(),
+            PageState::Zero => false,
+        };
         match record.class {
             Class::Merged(_) if own_bytes => self.guard.note_cow_break(page),
             Class::Zero if own_bytes => self.region.pages().update(page, |record| {
@@ -162,10 +166,11 @@ impl<B: Backend> Window<'_, '_, B> {
             _ => {}
         }
         match state {
-            PageState::Frame | PageState::Zero => Some(Outcome::Unchanged),
+            PageState::File if record.frame.is_some() => Some(Outcome::Unchanged),
+            PageState::Zero => Some(Outcome::Unchanged),
             _ if self.pinned.contains(page) => Some(Outcome::Pinned),
             PageState::Swapped => Some(Outcome::Swapped),
-            PageState::Private => {
+            PageState::Private | PageState::File => {
                 let guarded = self.region.options.dma_guarded;
                 (record.frame.is_some() && !guarded).then_some(Outcome::CopiedUnguarded)
             }

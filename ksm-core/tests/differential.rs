@@ -16,7 +16,7 @@ use ksm_core::backend::linux::{HostRegion, LinuxBackend, StopMethod};
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, Stop};
 use ksm_core::page::{PAGE_SHIFT, PageBuf, PageIndex};
 use ksm_core::script::{Applied, BYTES_PER_OP, Host, Op, Runner, Script, SimHost, decode};
-use linux_common::Guest;
+use linux_common::{Guest, Kind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use vm_memory::{Bytes, MemoryRegionAddress};
@@ -61,6 +61,7 @@ trait Visible: Host {
 
 /// Real memory of this process.
 struct LinuxHost {
+    kind: Kind,
     backend: LinuxBackend,
     pagemap: File,
     reads: Reads,
@@ -68,9 +69,10 @@ struct LinuxHost {
 }
 
 impl LinuxHost {
-    fn new(method: StopMethod, reads: Reads) -> Self {
+    fn new(kind: Kind, reads: Reads) -> Self {
         Self {
-            backend: linux_common::backend(method),
+            kind,
+            backend: kind.backend(),
             pagemap: File::open("/proc/self/pagemap").expect("this test needs /proc"),
             reads,
             looks: 0,
@@ -91,7 +93,7 @@ impl Host for LinuxHost {
     }
 
     fn guest(&mut self, pages: u64) -> Guest {
-        Guest::new(pages)
+        self.kind.guest(pages)
     }
 
     fn source(&self, guest: &Guest) -> HostRegion {
@@ -110,9 +112,14 @@ impl Host for LinuxHost {
         *bytes
     }
 
+    fn reads_fill(&self) -> bool {
+        self.kind == Kind::Memfd
+    }
+
     fn peek(&mut self, guest: &Guest, page: PageIndex) -> Option<PageBuf> {
         self.looks += 1;
-        let looks = self.reads.includes(self.looks);
+        let fills = self.reads_fill() && self.mapped(guest, page) == Mapped::Nothing;
+        let looks = self.reads.includes(self.looks) && !fills;
         looks.then(|| self.read(guest, page))
     }
 }
@@ -180,9 +187,14 @@ impl Host for PlainSim {
         self.sim.read(guest, page)
     }
 
+    fn reads_fill(&self) -> bool {
+        self.sim.reads_fill()
+    }
+
     fn peek(&mut self, guest: &SimGuest, page: PageIndex) -> Option<PageBuf> {
         self.looks += 1;
-        let looks = self.reads.includes(self.looks);
+        let fills = self.reads_fill() && self.mapped(guest, page) == Mapped::Nothing;
+        let looks = self.reads.includes(self.looks) && !fills;
         looks.then(|| self.read(guest, page))
     }
 
@@ -199,7 +211,7 @@ impl Visible for PlainSim {
     fn mapped(&self, guest: &SimGuest, page: PageIndex) -> Mapped {
         match guest.mapped(page) {
             None => Mapped::Nothing,
-            Some(PageState::Frame) => Mapped::Frame,
+            Some(PageState::File) => Mapped::Frame,
             Some(PageState::Private | PageState::Zero | PageState::Swapped) => Mapped::Own,
         }
     }
@@ -287,7 +299,7 @@ fn guarded(script: &Script) -> Script {
     script
 }
 
-fn explore(stop: Stop, method: StopMethod, reads: Reads) {
+fn explore(stop: Stop, kind: Kind, reads: Reads) {
     let compared = Cell::new(0);
     while compared.get() < OPERATIONS {
         let mut runner = TestRunner::new(Config {
@@ -302,7 +314,7 @@ fn explore(stop: Stop, method: StopMethod, reads: Reads) {
                 Reads::Some => guarded(&script),
             };
             compared.set(compared.get() + script.0.len() as u64);
-            let hosts = (PlainSim::new(stop, reads), LinuxHost::new(method, reads));
+            let hosts = (PlainSim::new(stop, reads), LinuxHost::new(kind, reads));
             compare(&script, hosts)
         });
         if let Err(failure) = explored {
@@ -315,13 +327,23 @@ fn explore(stop: Stop, method: StopMethod, reads: Reads) {
 #[test]
 fn both_backends_move_pages_alike() {
     for reads in [Reads::All, Reads::Some] {
-        explore(Stop::Move, StopMethod::Move, reads);
+        explore(Stop::Move, Kind::Anonymous(StopMethod::Move), reads);
     }
 }
 
 #[test]
 fn both_backends_protect_pages_alike() {
     for reads in [Reads::All, Reads::Some] {
-        explore(Stop::Protect, StopMethod::WriteProtect, reads);
+        explore(
+            Stop::Protect,
+            Kind::Anonymous(StopMethod::WriteProtect),
+            reads,
+        );
     }
+}
+
+/// A memfd is only merged where it is guarded.
+#[test]
+fn both_backends_treat_memfds_alike() {
+    explore(Stop::Memfd, Kind::Memfd, Reads::Some);
 }

@@ -7,15 +7,15 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use ksm_core::backend::linux::{LinuxBackend, StopMethod};
+use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::{Config, Ksm, RegionOptions};
-use linux_common::{Guest, METHODS, backend, pages};
+use linux_common::{Guest, KINDS, Kind, pages};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 
-fn engine(method: StopMethod, config: Config, guests: &[Guest]) -> Ksm<LinuxBackend> {
-    let ksm = Ksm::new(backend(method), config).unwrap();
+fn engine(kind: Kind, config: Config, guests: &[Guest]) -> Ksm<LinuxBackend> {
+    let ksm = Ksm::new(kind.backend(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
     for guest in guests {
         let space = ksm.create_space(domain).unwrap();
@@ -33,8 +33,8 @@ fn passes(ksm: &Ksm<LinuxBackend>, count: u64) {
 
 #[test]
 fn equal_guests_share_all_they_have() {
-    for method in METHODS {
-        let guests = [Guest::new(256), Guest::new(256)];
+    for kind in KINDS {
+        let guests = [kind.guest(256), kind.guest(256)];
         for guest in &guests {
             for page in 0..200 {
                 guest.fill(page, 1 + page as u8);
@@ -42,7 +42,7 @@ fn equal_guests_share_all_they_have() {
             guest.fill_all(pages(200, 40), 1);
             guest.fill_all(pages(200, 40), 0);
         }
-        let ksm = engine(method, Config::default(), &guests);
+        let ksm = engine(kind, Config::default(), &guests);
         passes(&ksm, 2);
         ksm.check().unwrap();
         let stats = ksm.stats();
@@ -69,13 +69,13 @@ fn no_increment_is_lost_under_merges() {
     const PAGES: u64 = 64;
     const BREAKS: u64 = 500;
     const MAX_ROUNDS: u64 = 1_000_000;
-    for method in METHODS {
-        let guests = [Guest::new(PAGES), Guest::new(PAGES), Guest::new(PAGES)];
+    for kind in KINDS {
+        let guests = [kind.guest(PAGES), kind.guest(PAGES), kind.guest(PAGES)];
         let config = Config {
             settle_passes: 0,
             ..Config::default()
         };
-        let ksm = engine(method, config, &guests);
+        let ksm = engine(kind, config, &guests);
         let (enough, stop) = (AtomicBool::new(false), AtomicBool::new(false));
         let lost = AtomicU64::new(0);
         let in_step = Barrier::new(guests.len());
@@ -109,11 +109,11 @@ fn no_increment_is_lost_under_merges() {
             enough.store(true, Ordering::Relaxed);
             vcpus.map(|vcpu| vcpu.join().unwrap()).to_vec()
         });
-        println!("{method:?}: {} rounds, {:?}", rounds[0], ksm.stats());
-        assert_eq!(lost.into_inner(), 0, "{method:?}: increments were lost");
+        println!("{kind:?}: {} rounds, {:?}", rounds[0], ksm.stats());
+        assert_eq!(lost.into_inner(), 0, "{kind:?}: increments were lost");
         assert!(
             ksm.stats().cow_breaks >= BREAKS,
-            "{method:?}: {:?}",
+            "{kind:?}: {:?}",
             ksm.stats()
         );
         passes(&ksm, 2);

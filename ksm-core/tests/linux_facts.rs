@@ -66,7 +66,7 @@ fn fact_2_copies_outlive_their_frame_and_untouched_pages_are_none() {
         let states: Vec<_> = (0..8).map(|page| bench.state(page)).collect();
         let mut expected = [None; 8];
         expected[2] = Some(PageState::Private);
-        expected[3] = Some(PageState::Frame);
+        expected[3] = Some(PageState::File);
         assert_eq!(states, expected, "{method:?}: no marker lingers");
         bench.memory.populate(range).unwrap();
         let all = FrameRange {

@@ -11,7 +11,7 @@ use std::process::ExitStatus;
 
 use ksm_core::backend::linux::{Fds, LinuxBackend, OPEN_SYSTEM_CALLS, SYSTEM_CALLS, StopMethod};
 use ksm_core::{Config, Ksm, Outcome, PageIndex, RegionId, RegionOptions, SpaceId, Target};
-use linux_common::{Guest, METHODS, again, backend, pages};
+use linux_common::{Guest, KINDS, Kind, again, backend, pages};
 
 /// What the process needs besides, whatever it does: the allocator's heap
 /// (`brk`, and `mprotect` for that of a thread; its large pieces are mapped, as
@@ -19,6 +19,9 @@ use linux_common::{Guest, METHODS, again, backend, pages};
 /// (`exit_group`, and the stack for signals that the standard library gives
 /// back, `sigaltstack`).
 const PROCESS: &[&str] = &["brk", "exit_group", "mprotect", "sigaltstack", "write"];
+
+/// What a VMM needs to plug in a memfd.
+const MEMFDS: &[&str] = &["ftruncate"];
 
 /// What a thread needs to begin and to end, for the trial of the userfaultfd:
 /// its stack and its guard page, signals off meanwhile, its place in the C
@@ -64,13 +67,14 @@ fn go_to_jail(lists: &[&[&str]]) {
 
 /// An engine and its guests.
 struct World {
+    kind: Kind,
     ksm: Ksm<LinuxBackend>,
     space: SpaceId,
     guests: Vec<(Guest, RegionId)>,
 }
 
 impl World {
-    fn new(backend: LinuxBackend) -> Self {
+    fn new(kind: Kind, backend: LinuxBackend) -> Self {
         let config = Config {
             // Not in a pool of threads, which would need its own calls.
             parallel_pages: u32::MAX,
@@ -79,6 +83,7 @@ impl World {
         let ksm = Ksm::new(backend, config).unwrap();
         let domain = ksm.create_domain().unwrap();
         Self {
+            kind,
             space: ksm.create_space(domain).unwrap(),
             ksm,
             guests: Vec::new(),
@@ -88,7 +93,7 @@ impl World {
     /// Fresh memory, as hotplug adds it: 32 pages of the same content in each,
     /// then zero pages.
     fn plug(&mut self) {
-        let guest = Guest::new(64);
+        let guest = self.kind.guest(64);
         for page in 0..32 {
             guest.fill(page, 1 + u8::try_from(page).unwrap());
         }
@@ -161,10 +166,10 @@ impl World {
 fn the_engine_works_under_the_published_filter() {
     let (said, status) = jailed("the_engine_works_under_the_published_filter", || {
         // The descriptors are handed in, and tried out, before the door shuts.
-        let backends = METHODS.map(backend);
-        go_to_jail(&[SYSTEM_CALLS, PROCESS]);
-        for backend in backends {
-            World::new(backend).live();
+        let backends = KINDS.map(|kind| (kind, kind.backend()));
+        go_to_jail(&[SYSTEM_CALLS, PROCESS, MEMFDS]);
+        for (kind, backend) in backends {
+            World::new(kind, backend).live();
         }
     });
     assert!(status.success(), "{status}: {said}");
@@ -175,7 +180,7 @@ fn a_backend_is_opened_under_the_published_filter() {
     let (said, status) = jailed("a_backend_is_opened_under_the_published_filter", || {
         go_to_jail(&[OPEN_SYSTEM_CALLS, SYSTEM_CALLS, PROCESS, THREADS]);
         let backend = LinuxBackend::with_stop_method(Fds::open().unwrap(), StopMethod::Auto);
-        World::new(backend.unwrap()).live();
+        World::new(Kind::Anonymous(StopMethod::Auto), backend.unwrap()).live();
     });
     assert!(status.success(), "{status}: {said}");
 }
@@ -186,7 +191,7 @@ fn a_call_that_is_not_published_is_refused() {
     let (said, status) = jailed("a_call_that_is_not_published_is_refused", || {
         let backend = backend(StopMethod::Auto);
         go_to_jail(&[SYSTEM_CALLS, PROCESS]);
-        let mut world = World::new(backend);
+        let mut world = World::new(Kind::Anonymous(StopMethod::Auto), backend);
         world.plug();
         eprintln!("so far so good");
         let _ = std::fs::File::open("/dev/null");

@@ -45,7 +45,7 @@ fn a_merged_page_shows_its_frame_and_a_write_to_it_is_copied() {
         vcpu.runs_on();
         assert_eq!(bench.guest.ends(4), (7, 7));
         assert_eq!(bench.guest.ends(6), (9, 7));
-        assert_eq!(bench.state(4), Some(PageState::Frame), "{method:?}");
+        assert_eq!(bench.state(4), Some(PageState::File), "{method:?}");
         assert_eq!(bench.state(5), None, "{method:?}: merged, untouched");
         assert_eq!(bench.state(6), Some(PageState::Private), "{method:?}");
         // Merged again with the frame below, then with another.
@@ -54,7 +54,7 @@ fn a_merged_page_shows_its_frame_and_a_write_to_it_is_copied() {
         bench.memory.reuse(pages(6, 1)).unwrap();
         bench.memory.lift(pages(6, 1), Backing::Frame);
         assert_eq!(bench.guest.ends(6), (7, 7));
-        assert_eq!(bench.state(6), Some(PageState::Frame), "{method:?}");
+        assert_eq!(bench.state(6), Some(PageState::File), "{method:?}");
         bench.frames(9, 1, 8);
         bench.guest.fill(6, 8);
         bench.stop_all(pages(6, 1), Backing::Frame);
@@ -64,7 +64,7 @@ fn a_merged_page_shows_its_frame_and_a_write_to_it_is_copied() {
             .unwrap();
         bench.memory.lift(pages(6, 1), Backing::Frame);
         assert_eq!(bench.guest.ends(6), (8, 8));
-        assert_eq!(bench.state(6), Some(PageState::Frame), "{method:?}");
+        assert_eq!(bench.state(6), Some(PageState::File), "{method:?}");
     }
 }
 

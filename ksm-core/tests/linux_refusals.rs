@@ -4,28 +4,32 @@
 
 mod linux_common;
 
-use std::os::fd::OwnedFd;
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ksm_core::RegisterError;
 use ksm_core::backend::linux::{Fds, HostRegion, LinuxBackend, StopMethod};
 use ksm_core::backend::{Backend, Backing, Memory, RegionOptions};
+use ksm_core::{MemfdFault, RegisterError};
 use linux_common::{Bench, Guest, METHODS, backend, pages, refusal};
-use rustix::fs::MemfdFlags;
+use rustix::fs::SealFlags;
 use rustix::mm::Advice;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap};
 
 fn memfd() -> OwnedFd {
-    let fd = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
-    fd
+    linux_common::memfd(256)
 }
 
 fn file_guest(fd: OwnedFd, flags: i32) -> Guest {
+    guest_of(fd, flags, libc::PROT_READ | libc::PROT_WRITE)
+}
+
+fn guest_of(fd: OwnedFd, flags: i32, protection: i32) -> Guest {
     let region = MmapRegionBuilder::new(16 * 4096)
         .with_file_offset(FileOffset::new(fd.into(), 0))
-        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+        .with_mmap_prot(protection)
         .with_mmap_flags(flags)
         .build()
         .unwrap();
@@ -53,17 +57,92 @@ fn shared_memory() {
 fn fact_16_private_mappings_of_files() {
     let file = file_guest(memfd(), libc::MAP_PRIVATE);
     assert_refused!(&file, RegisterError::PrivateFile { .. });
-    let path = std::env::temp_dir().join(format!("ksm-snapshot-{}", std::process::id()));
-    let disk = std::fs::File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .open(&path)
-        .unwrap();
-    std::fs::remove_file(&path).unwrap();
-    disk.set_len(1 << 20).unwrap();
-    let snapshot = file_guest(disk.into(), libc::MAP_PRIVATE);
+    let disk = named_file(&std::env::temp_dir(), "snapshot");
+    std::fs::remove_file(&disk.1).unwrap();
+    let snapshot = file_guest(disk.0.into(), libc::MAP_PRIVATE);
     assert_refused!(&snapshot, RegisterError::PrivateFile { .. });
+}
+
+/// A file of 1 MiB, and where it is.
+fn named_file(folder: &Path, name: &str) -> (File, PathBuf) {
+    let path = folder.join(format!("ksm-{name}-{}", std::process::id()));
+    let mut options = File::options();
+    let file = options.read(true).write(true).create_new(true).open(&path);
+    let file = file.unwrap();
+    file.set_len(1 << 20).unwrap();
+    (file, path)
+}
+
+/// Why a guest that is declared to be a memfd of this process is refused.
+fn memfd_fault(guest: Guest) -> MemfdFault {
+    let guest = guest.declared_owned();
+    match refusal(&guest, RegionOptions { dma_guarded: true }) {
+        RegisterError::Memfd { why, .. } => why,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn memfds_with_unannounced_dma() {
+    let error = refusal(&Guest::memfd(16), RegionOptions::default());
+    let why = MemfdFault::Unguarded;
+    assert!(matches!(error, RegisterError::Memfd { why: found, .. } if found == why));
+}
+
+#[test]
+fn memory_that_is_declared_a_memfd_and_is_none() {
+    assert_eq!(memfd_fault(Guest::new(16)), MemfdFault::NoFile);
+    let private = file_guest(memfd(), libc::MAP_PRIVATE);
+    assert_eq!(memfd_fault(private), MemfdFault::NotMappedThere);
+    // On a disk; then in memory, but with a name.
+    for folder in [std::env::temp_dir(), PathBuf::from("/dev/shm")] {
+        let (file, path) = named_file(&folder, "shared");
+        let why = memfd_fault(file_guest(file.into(), libc::MAP_SHARED));
+        std::fs::remove_file(path).unwrap();
+        assert_eq!(why, MemfdFault::NotMemfd, "{}", folder.display());
+    }
+}
+
+#[test]
+fn memfds_whose_pages_cannot_be_freed_or_written_back() {
+    let sealed = Guest::memfd(16);
+    rustix::fs::fcntl_add_seals(sealed.file(), SealFlags::FUTURE_WRITE).unwrap();
+    assert_eq!(memfd_fault(sealed), MemfdFault::Sealed);
+    let short = Guest::memfd(16);
+    short.file().set_len(15 * 4096).unwrap();
+    assert_eq!(memfd_fault(short), MemfdFault::Short);
+    let fd = memfd();
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let reader = File::open(path).unwrap();
+    let reader = guest_of(reader.into(), libc::MAP_SHARED, libc::PROT_READ);
+    assert_eq!(memfd_fault(reader), MemfdFault::ReadOnly);
+}
+
+#[test]
+fn memfds_that_are_mapped_twice() {
+    let file = Arc::new(File::from(memfd()));
+    let part = |page: u64, n| {
+        let offset = FileOffset::from_arc(Arc::clone(&file), page * 4096);
+        Guest::part_of(offset, n)
+    };
+    let guest = part(16, 16);
+    for (page, n) in [(16, 16), (0, 17), (31, 16), (20, 2), (0, 64)] {
+        let other = part(page, n);
+        let twice = memfd_fault(guest.clone());
+        assert!(
+            matches!(twice, MemfdFault::MappedTwice { .. }),
+            "{page}+{n}: {twice}"
+        );
+        drop(other);
+    }
+    // Other parts are no concern of it.
+    let others = [part(0, 16), part(32, 16)];
+    Bench::with(
+        backend(StopMethod::Auto),
+        guest,
+        RegionOptions { dma_guarded: true },
+    );
+    drop(others);
 }
 
 #[test]

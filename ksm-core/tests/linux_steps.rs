@@ -9,11 +9,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use ksm_core::backend::linux::{LinuxBackend, StopMethod};
+use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::fault::{Hook, Step, set_hook};
 use ksm_core::page::{PageBuf, PageIndex};
 use ksm_core::{Config, Ksm, RegionOptions};
-use linux_common::{Guest, METHODS, backend, full_of, pages};
+use linux_common::{Guest, KINDS, Kind, full_of, pages};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 const PAGES: u64 = 24;
@@ -38,10 +38,10 @@ fn content(page: u64) -> u8 {
 
 /// One pass before the merge of new pages, zero pages and copied pages, one of
 /// which is again what the frame below it holds.
-fn world(method: StopMethod) -> World {
-    let ksm = Ksm::new(backend(method), Config::default()).unwrap();
+fn world(kind: Kind) -> World {
+    let ksm = Ksm::new(kind.backend(), Config::default()).unwrap();
     let domain = ksm.create_domain().unwrap();
-    let guests = [Guest::new(PAGES), Guest::new(PAGES)];
+    let guests = [kind.guest(PAGES), kind.guest(PAGES)];
     for guest in &guests {
         let space = ksm.create_space(domain).unwrap();
         let options = RegionOptions { dma_guarded: true };
@@ -133,8 +133,8 @@ fn at(step: Step, nth: usize, act: impl Fn() + 'static) -> Option<Hook> {
 }
 
 /// How often a whole pass takes each step.
-fn times_taken(method: StopMethod, step: Step) -> usize {
-    let world = world(method);
+fn times_taken(kind: Kind, step: Step) -> usize {
+    let world = world(kind);
     let (count, counted) = mpsc::channel();
     set_hook(Some(Box::new(move |now| {
         if now == step {
@@ -148,14 +148,14 @@ fn times_taken(method: StopMethod, step: Step) -> usize {
 
 #[test]
 fn vcpus_run_on_after_a_panic_at_any_step() {
-    for method in METHODS {
+    for kind in KINDS {
         for step in Step::ALL {
-            for nth in 1..=times_taken(method, step) {
-                let world = world(method);
+            for nth in 1..=times_taken(kind, step) {
+                let world = world(kind);
                 set_hook(at(step, nth, || panic!("injected")));
                 let scan = catch_unwind(AssertUnwindSafe(|| world.ksm.scan(1 << 20)));
                 set_hook(None);
-                let when = format!("{method:?}: panic at {step:?} {nth}");
+                let when = format!("{kind:?}: panic at {step:?} {nth}");
                 scan.expect_err(&when);
                 world.vcpus_run_on(&when, || ());
                 world.finish(&when);
@@ -166,10 +166,10 @@ fn vcpus_run_on_after_a_panic_at_any_step() {
 
 #[test]
 fn vcpus_run_on_after_the_thread_has_vanished_at_any_step() {
-    for method in METHODS {
+    for kind in KINDS {
         for step in Step::ALL {
-            for nth in 1..=times_taken(method, step) {
-                let world = world(method);
+            for nth in 1..=times_taken(kind, step) {
+                let world = world(kind);
                 let ksm = Arc::clone(&world.ksm);
                 let (gone, when_gone) = mpsc::channel();
                 thread::spawn(move || {
@@ -183,7 +183,7 @@ fn vcpus_run_on_after_the_thread_has_vanished_at_any_step() {
                     ksm.scan(1 << 20)
                 });
                 let dead = when_gone.recv().unwrap();
-                let when = format!("{method:?}: gone at {step:?} {nth}");
+                let when = format!("{kind:?}: gone at {step:?} {nth}");
                 world.vcpus_run_on(&when, || {
                     // Some of the vCPUs' writes come before, some wait.
                     thread::yield_now();

@@ -132,6 +132,16 @@ fn it_agrees_where_pages_are_protected() {
     });
 }
 
+/// A host whose guest memory is a file of its own.
+#[test]
+fn it_agrees_where_memory_is_a_file() {
+    explore(operations() / 10, |seed| SimConfig {
+        seed,
+        stop: Stop::Memfd,
+        ..SimConfig::default()
+    });
+}
+
 /// Inputs of the fuzzer, those among them that once found a bug.
 #[test]
 fn the_seeds_of_the_fuzzer_run() {

@@ -34,6 +34,11 @@ impl GuestKsm<LinuxBackend> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
+    /// Where regions are of different kinds, use [`GuestKsm::register_with`] and
+    /// [`GuestKsm::sync_with`], with a closure that declares each as what it is
+    /// ([`HostRegion::memfd_owned`]), and leave those out of `memory` that other
+    /// processes map.
+    ///
     /// # Errors
     /// [`GuestError::Engine`] when the engine refuses a region; none is
     /// registered then.

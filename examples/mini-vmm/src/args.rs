@@ -93,6 +93,10 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Thp::Madvise)]
     pub(crate) thp: Thp,
 
+    /// What guest memory is made of
+    #[arg(long, value_enum, default_value_t = MemoryKind::Anonymous)]
+    pub(crate) memory: MemoryKind,
+
     /// Unmerge, discard, unregister and register again at random meanwhile (the
     /// recipe `chaos` has pages that can be discarded)
     #[arg(long, conflicts_with = "no_dedup")]
@@ -137,10 +141,15 @@ impl Args {
             (self.no_dedup, "--no-dedup"),
             (self.max_vmas.is_some(), "--max-vmas"),
             (self.no_blocks, "--no-blocks"),
+            // It merges private anonymous memory alone.
+            (
+                self.memory != MemoryKind::Anonymous,
+                "--memory memfd or mixed",
+            ),
         ];
         match only_ours.iter().find(|(given, _)| *given) {
             Some((_, name)) if self.engine == Engine::Kernel => {
-                Err(format!("the kernel's KSM knows nothing like {name}\n"))
+                Err(format!("the kernel's KSM cannot do {name}\n"))
             }
             _ => Ok(()),
         }
@@ -184,6 +193,17 @@ pub(crate) enum Thp {
     Madvise,
     /// MADV_NOHUGEPAGE
     Never,
+}
+
+/// What the memory that can be merged is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MemoryKind {
+    /// Private anonymous mappings
+    Anonymous,
+    /// A memfd for each guest, which nobody else maps
+    Memfd,
+    /// One region of each
+    Mixed,
 }
 
 /// A number of bytes: whole pages, not more than a guest can have.
@@ -251,7 +271,8 @@ Images:
 
 The kernel as the engine:
   It is set up through /sys/kernel/mm/ksm: use_zero_pages, pages_to_scan,
-  sleep_millisecs and run, and advisor_mode, if it is on. A process of its own
+  sleep_millisecs and run; advisor_mode, if it is on; and, once guests rest and what
+  is left is to be merged, smart_scan, which is off then. A process of its own
   restores them however this one ends, killed by any signal included; only if that
   one is killed as well (with all of a container, say), they stay as they are: run 1,
   use_zero_pages 1. If run was 0, pages that were merged are unmerged then.
@@ -314,6 +335,7 @@ mod tests {
         }
         for wrong in [
             &["--engine", "kernel", "--isolate"][..],
+            &["--engine", "kernel", "--memory", "mixed"],
             &["--image", "a", "b", "--guests", "1"],
         ] {
             let line = ["mini-vmm"].iter().chain(wrong);

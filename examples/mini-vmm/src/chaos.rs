@@ -144,11 +144,11 @@ fn reregister(
     let (rest, _) = work.remove_region(gone.start_addr(), gone.len())?;
     let mut guest = dedup.guest(index);
     guest
-        .sync(&rest)
+        .sync_with(&rest, Ram::source)
         .with_context(|| format!("unregister region {at} of guest {index}"))?;
     sleep(Duration::from_millis(rng.random_range(0..10)));
     guest
-        .sync(work)
+        .sync_with(work, Ram::source)
         .with_context(|| format!("register region {at} of guest {index}"))?;
     Ok(())
 }

@@ -45,7 +45,7 @@ impl Dedup {
                 Some(domain) if !isolate => domain,
                 _ => *shared.insert(ksm.create_domain()?),
             };
-            let guest = GuestKsm::register(&ksm, domain, &ram.work, OPTIONS)
+            let guest = GuestKsm::register_with(&ksm, domain, &ram.work, OPTIONS, Ram::source)
                 .context("cannot register guest memory")?;
             guests.push(Mutex::new(guest));
         }

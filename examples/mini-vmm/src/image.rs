@@ -198,7 +198,7 @@ mod tests {
         bytes[4 * PAGE_SIZE] = 1;
         std::fs::write(&path, &bytes).unwrap();
         let image = Image::look(&path).unwrap();
-        let ram = Ram::new(image.pages()).unwrap();
+        let ram = Ram::new(image.pages(), crate::args::MemoryKind::Anonymous).unwrap();
         let mut tally = ImageTally::new().unwrap();
         let plan = image.load(&ram, &mut tally, 0, 1, 1).unwrap();
         assert_eq!(

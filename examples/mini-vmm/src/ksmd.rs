@@ -20,9 +20,8 @@ use crate::kvm_slots::advise_mergeable;
 use crate::ram::Ram;
 
 const SYSFS: &str = "/sys/kernel/mm/ksm";
-/// A page must be seen twice, and after each time it may be left out of up to eight
-/// passes, because it could not be merged for long (`smart_scan`).
-const QUIET_PASSES: u64 = 20;
+/// A page must be seen twice, and its equal in the same pass.
+const QUIET_PASSES: u64 = 4;
 /// How long ksmd may take to come to rest.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How often it is looked at meanwhile.
@@ -102,6 +101,11 @@ impl Ksmd {
         let eager = self.pacing.pages_to_scan.max(1 << 16);
         set("pages_to_scan", &eager.to_string())?;
         set("sleep_millisecs", "0")?;
+        // It leaves pages out of up to eight passes, so that two equal ones need
+        // never be looked at in the same.
+        if setting("smart_scan").is_ok() {
+            set("smart_scan", "0")?;
+        }
         let begin = Instant::now();
         let (mut seen, mut since) = (None, count("full_scans")?);
         while count("full_scans")? < since + QUIET_PASSES {
@@ -225,8 +229,10 @@ fn to_restore() -> anyhow::Result<Vec<(String, String)>> {
     for name in ["pages_to_scan", "sleep_millisecs", "use_zero_pages"] {
         keep(name, setting(name)?);
     }
-    if let Ok(mode) = setting("advisor_mode") {
-        keep("advisor_mode", mode);
+    for name in ["smart_scan", "advisor_mode"] {
+        if let Ok(value) = setting(name) {
+            keep(name, value);
+        }
     }
     Ok(settings)
 }

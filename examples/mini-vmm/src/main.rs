@@ -7,11 +7,13 @@
 #![deny(unsafe_code)]
 
 mod args;
+mod cast;
 mod chaos;
 mod content;
 mod cpu;
 mod dedup;
 mod discard;
+mod figures;
 mod guest;
 mod host;
 mod host_cpu;
@@ -62,7 +64,7 @@ fn main() -> ExitCode {
         }
     };
     match usage::available_bytes() {
-        Ok(available) => refuse_too_much(&run::guest_pages(&args, &images), available),
+        Ok(available) => refuse_too_much(&cast::guest_pages(&args, &images), available),
         Err(error) => {
             eprintln!("{error:#}: mount /proc, nothing can be measured without it");
             return ExitCode::from(CANNOT_RUN);

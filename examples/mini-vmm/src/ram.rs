@@ -1,11 +1,19 @@
 //! [`Ram`]: a guest's physical memory, and the mailbox in it.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
+use ksm_core::backend::linux::HostRegion;
 use ksm_core::page::{bytes_in, pages_in};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap,
+};
 
+use crate::args::MemoryKind;
 use crate::content::PageSpec;
 use crate::layout::{
     Command, DESCRIPTORS, MAILBOX, WORK_BASE, control_bytes, descriptor, descriptor_words,
@@ -17,7 +25,10 @@ use crate::plan::Plan;
 /// huge page.
 const SPLIT_PAGES: u64 = 512;
 
-/// A guest's memory: private anonymous mappings.
+/// What a file's blocks are counted in.
+const SECTOR: u64 = 512;
+
+/// A guest's memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Ram {
     /// Control area and work memory.
@@ -25,30 +36,58 @@ pub(crate) struct Ram {
     /// The work memory alone, in two regions: what is registered with the
     /// engine.
     pub(crate) work: GuestMemoryMmap,
+    /// The memfd that work memory is in, which only this process maps, and once.
+    file: Option<Arc<File>>,
 }
 
 impl Ram {
     /// Maps the memory of a guest with `pages` pages of work memory.
-    pub(crate) fn new(pages: u64) -> anyhow::Result<Self> {
+    pub(crate) fn new(pages: u64, kind: MemoryKind) -> anyhow::Result<Self> {
         let first = (pages / 2).next_multiple_of(SPLIT_PAGES).min(pages);
-        let mut ranges = vec![(GuestAddress(0), control_bytes(pages))];
+        let file = match kind {
+            MemoryKind::Anonymous => None,
+            MemoryKind::Memfd | MemoryKind::Mixed => Some(memfd(bytes_in(pages))?),
+        };
+        let in_file = |start| {
+            let whole = kind == MemoryKind::Memfd || start > 0;
+            let file = file.clone().filter(|_| whole)?;
+            Some(FileOffset::from_arc(file, bytes_in(start)))
+        };
+        let mut ranges = vec![(
+            GuestAddress(0),
+            usize::try_from(control_bytes(pages))?,
+            None,
+        )];
         for (start, end) in [(0, first), (first, pages)] {
             if start < end {
                 let address = GuestAddress(WORK_BASE + bytes_in(start));
-                ranges.push((address, bytes_in(end - start)));
+                let bytes = usize::try_from(bytes_in(end - start))?;
+                ranges.push((address, bytes, in_file(start)));
             }
         }
-        let ranges: Vec<_> = ranges
-            .into_iter()
-            .map(|(start, bytes)| Ok((start, usize::try_from(bytes)?)))
-            .collect::<anyhow::Result<_>>()?;
-        let all = GuestMemoryMmap::from_ranges(&ranges).context("cannot map guest memory")?;
+        let all =
+            GuestMemoryMmap::from_ranges_with_files(&ranges).context("cannot map guest memory")?;
         let control = all
             .find_region(GuestAddress(0))
             .expect("mapped above")
             .len();
         let (work, _) = all.remove_region(GuestAddress(0), control)?;
-        Ok(Self { all, work })
+        Ok(Self { all, work, file })
+    }
+
+    /// How a region of work memory is registered.
+    pub(crate) fn source(region: Arc<GuestRegionMmap>) -> HostRegion {
+        let owned = region.file_offset().is_some();
+        let source = HostRegion::new(region);
+        if owned { source.memfd_owned() } else { source }
+    }
+
+    /// Memory that its memfd holds, in bytes.
+    pub(crate) fn file_bytes(&self) -> anyhow::Result<u64> {
+        let Some(file) = &self.file else {
+            return Ok(0);
+        };
+        Ok(u64::try_from(fstat(file)?.st_blocks)? * SECTOR)
     }
 
     /// Pages of work memory.
@@ -109,6 +148,13 @@ impl Ram {
     ) -> anyhow::Result<()> {
         Ok(self.work.read_slice(buf, page_address(page))?)
     }
+}
+
+/// A memfd of so many bytes.
+fn memfd(bytes: u64) -> anyhow::Result<Arc<File>> {
+    let fd = memfd_create("guest", MemfdFlags::CLOEXEC).context("memfd_create")?;
+    ftruncate(&fd, bytes).context("ftruncate of guest memory")?;
+    Ok(Arc::new(File::from(fd)))
 }
 
 /// The guest-physical address of a page of the work memory.

@@ -148,7 +148,8 @@ pub(crate) struct Report {
     pub(crate) stores_checked: u64,
     /// Pages that did not hold what they must, as guests or VMM found.
     pub(crate) lost_pages: u64,
-    /// Anonymous memory of the process and memory of the stores, before.
+    /// Anonymous memory of the process, memory of the stores and of the guests'
+    /// memfds, before.
     pub(crate) resident_before_bytes: u64,
     /// The same, after.
     pub(crate) resident_after_bytes: u64,

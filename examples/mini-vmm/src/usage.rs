@@ -11,8 +11,8 @@ use rustix::time::{ClockId, clock_gettime};
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Usage {
     /// Anonymous memory of this process (`RssAnon` in `/proc/self/status`) and
-    /// what the engine's stores hold, in bytes. The memory of a store is counted
-    /// once, however often it is mapped.
+    /// what the engine's stores and the guests' memfds hold, in bytes. The memory
+    /// of a file is counted once, however often it is mapped.
     pub(crate) resident_bytes: u64,
     /// Free memory of the host (`MemFree` in `/proc/meminfo`), in bytes.
     pub(crate) free_bytes: u64,
@@ -23,15 +23,15 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Looks now. `store_bytes` is what the engine's stores hold.
-    pub(crate) fn now(store_bytes: u64) -> anyhow::Result<Self> {
+    /// Looks now. `file_bytes` is what stores and memfds hold.
+    pub(crate) fn now(file_bytes: u64) -> anyhow::Result<Self> {
         let myself = Process::myself()?;
         let status = myself.status().context("/proc/self/status")?;
         let anonymous = status
             .rssanon
             .context("/proc/self/status has no RssAnon: Linux 4.5 or later is needed")?;
         Ok(Self {
-            resident_bytes: anonymous * 1024 + store_bytes,
+            resident_bytes: anonymous * 1024 + file_bytes,
             free_bytes: Meminfo::current().context("/proc/meminfo")?.mem_free,
             huge_bytes: huge_bytes(&myself),
             vmas: myself.maps().context("/proc/self/maps")?.len() as u64,

@@ -148,6 +148,7 @@ fn set_long_mode(sregs: &mut kvm_sregs) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::MemoryKind;
     use crate::content::PageSpec;
     use crate::host_cpu::HostCpu;
     use crate::layout::mail;
@@ -164,7 +165,7 @@ mod tests {
     }
 
     fn ram(plan: &Plan) -> Ram {
-        let ram = Ram::new(PAGES).unwrap();
+        let ram = Ram::new(PAGES, MemoryKind::Anonymous).unwrap();
         ram.write_plan(plan).unwrap();
         ram
     }

@@ -16,12 +16,13 @@ const PAGE: usize = 4096;
 const PAGES: usize = 4096;
 const KSM: &str = "/sys/kernel/mm/ksm";
 /// Settings that the kernel as the engine changes.
-const SETTINGS: [&str; 5] = [
+const SETTINGS: [&str; 6] = [
     "run",
     "pages_to_scan",
     "sleep_millisecs",
     "use_zero_pages",
     "advisor_mode",
+    "smart_scan",
 ];
 const PATIENCE: Duration = Duration::from_secs(60);
 

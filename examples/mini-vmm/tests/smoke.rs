@@ -69,6 +69,24 @@ fn guests_under_kvm_shrink_and_lose_nothing() {
     assert!(number(&report, "resident_after_bytes") < before, "{report}");
 }
 
+/// Memory falls by what the counters claim, whatever it is made of: the pages
+/// of memfds are freed one by one.
+#[test]
+fn guests_of_memfds_and_of_mixed_kinds_shrink_and_lose_nothing() {
+    for memory in ["memfd", "mixed"] {
+        let report = report(&format!(
+            "--memory {memory} --guests 3 --mem 32M --seconds 3 --recipe default,rest=500"
+        ));
+        assert_eq!(report["mode"], "kvm", "this test needs /dev/kvm");
+        saves_what_is_equal(&report);
+        assert!(number(&report, "rewritten_merges") > 0, "{report}");
+        let [before, after] =
+            ["before", "after"].map(|when| number(&report, &format!("resident_{when}_bytes")));
+        let saved = number(&report, "saved_bytes");
+        assert!(before - after > saved / 10 * 9, "{memory}: {report}");
+    }
+}
+
 #[test]
 fn host_threads_shrink_and_lose_nothing() {
     let report =

@@ -20,6 +20,10 @@
 //! | merged | the frame's bytes | it becomes copied | [`Memory::share`] from stopped and out, [`Memory::reuse`] from stopped |
 //! | copied | its own bytes | its own bytes | a write to a merged page, [`Memory::populate`] |
 //!
+//! Memory may be a file of its own. Then there is no page of zeros (a read of an
+//! absent page makes it private), and what is absent from the page table may
+//! still have bytes, which [`Memory::populated`] finds if they are in memory.
+//!
 //! The last two differ from the others in their [`Backing`]: below them lies a
 //! frame of the store. A copied page still *names* that frame (it would show
 //! again if the copy were dropped), so the frame's number stays taken.
@@ -105,8 +109,10 @@ pub enum PageState {
     Private,
     /// Present, the host's page of zeros.
     Zero,
-    /// Present, the frame below shows: merged (and touched).
-    Frame,
+    /// Present, a page of a file shows. Below a page backed by a frame this is
+    /// the frame: merged (and touched). Below the guest's own memory, which may be
+    /// a file itself, these are the guest's own bytes: private.
+    File,
     /// Swapped out, holding bytes of its own.
     Swapped,
 }

@@ -78,6 +78,11 @@ pub trait Host {
     /// The guest reads a page.
     fn read(&mut self, guest: &Self::Guest, page: PageIndex) -> PageBuf;
 
+    /// Whether a read of a page that holds nothing fills it, as in a file.
+    fn reads_fill(&self) -> bool {
+        false
+    }
+
     /// Looks at a page's bytes with as little effect as possible, for a check;
     /// `None` to leave this page out.
     fn peek(&mut self, guest: &Self::Guest, page: PageIndex) -> Option<PageBuf> {

@@ -43,10 +43,13 @@ impl<H: Host> Runner<H> {
             return Ok(Applied::Skipped);
         };
         for page in range.iter() {
-            let Memory { guest, oracle } = &self.memories[memory];
+            let Memory { guest, oracle } = &mut self.memories[memory];
             let bytes = self.host.read(guest, page);
             if !oracle.reads(page, &bytes) {
                 return Err(format!("{} reads {bytes:?}", name_of(region, page)));
+            }
+            if self.host.reads_fill() {
+                oracle.materialise(page);
             }
         }
         Ok(Applied::Done)

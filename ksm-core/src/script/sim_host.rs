@@ -36,10 +36,10 @@ impl SimHost {
         let default = SimConfig::default();
         Self::with(SimConfig {
             seed: u64::from(byte),
-            stop: if byte & 0x80 == 0 {
-                Stop::Move
-            } else {
-                Stop::Protect
+            stop: match byte >> 5 {
+                0b100 | 0b110 => Stop::Protect,
+                0b101 | 0b111 => Stop::Memfd,
+                _ => Stop::Move,
             },
             max_stop: if tight { 3 } else { default.max_stop },
             pages_per_huge: if tight { 2 } else { default.pages_per_huge },
@@ -82,6 +82,7 @@ impl SimHost {
             stop: match stop {
                 "Move" => Stop::Move,
                 "Protect" => Stop::Protect,
+                "Memfd" => Stop::Memfd,
                 _ => return None,
             },
             max_stop: max_stop.parse().ok()?,
@@ -127,6 +128,10 @@ impl Host for SimHost {
         guest.read(page)
     }
 
+    fn reads_fill(&self) -> bool {
+        self.config.stop == Stop::Memfd
+    }
+
     fn peek(&mut self, guest: &SimGuest, page: PageIndex) -> Option<PageBuf> {
         let bytes = guest.peek(page);
         Some(bytes.expect("nothing is out between operations"))
@@ -136,7 +141,7 @@ impl Host for SimHost {
         let (page, nothing) = (range.start, PageRange::default());
         match how {
             // Nothing would notice it.
-            Meddling::Pin if self.config.stop == Stop::Protect => return None,
+            Meddling::Pin if self.config.stop != Stop::Move => return None,
             Meddling::Pin | Meddling::AnnouncedPin => {
                 return guest.pin(page).then(|| PageRange::one(page));
             }
@@ -179,6 +184,7 @@ impl Host for SimHost {
         let refused = match self.config.stop {
             Stop::Move => own && guest.is_forked(page),
             Stop::Protect => guest.is_huge(page),
+            Stop::Memfd => false,
         };
         !refused && !guest.is_swapped(page) && !guest.is_pinned(page)
     }

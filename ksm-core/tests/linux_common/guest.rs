@@ -1,27 +1,31 @@
 //! Guests made of threads.
 
-use std::os::fd::AsRawFd;
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ksm_core::backend::linux::HostRegion;
-use ksm_core::page::{PAGE_SIZE_U64, PageIndex, PageRange};
+use ksm_core::page::{PAGE_SIZE, PAGE_SIZE_U64, PageIndex, PageRange};
+use rustix::fs::MemfdFlags;
 use rustix::mm::Advice;
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, MmapRegion,
+    Bytes, FileOffset, GuestAddress, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
+    MmapRegion,
 };
 
 use super::{MOMENT, full_of};
 
-/// Private anonymous guest memory.
+/// Guest memory, and whether it is declared to be a memfd of this process.
 #[derive(Clone)]
-pub(crate) struct Guest(pub(crate) Arc<GuestRegionMmap>);
+pub(crate) struct Guest(pub(crate) Arc<GuestRegionMmap>, bool);
 
 impl Guest {
-    /// `pages` pages that never are huge.
+    /// `pages` private anonymous pages that never are huge.
     pub(crate) fn new(pages: u64) -> Self {
         let guest = Self::with_flags(pages, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         guest.advise(PageRange::new(PageIndex(0), pages), Advice::LinuxNoHugepage);
@@ -38,13 +42,54 @@ impl Guest {
     }
 
     pub(crate) fn of(region: MmapRegion) -> Self {
-        Self(Arc::new(
-            GuestRegionMmap::new(region, GuestAddress(0)).unwrap(),
-        ))
+        let region = GuestRegionMmap::new(region, GuestAddress(0)).unwrap();
+        Self(Arc::new(region), false)
+    }
+
+    /// `pages` pages of a memfd of its own.
+    pub(crate) fn memfd(pages: u64) -> Self {
+        let file = FileOffset::new(memfd(pages).into(), 0);
+        Self::part_of(file, pages)
+    }
+
+    /// `pages` pages of a file, declared to be a memfd of this process alone.
+    pub(crate) fn part_of(file: FileOffset, pages: u64) -> Self {
+        let region = MmapRegionBuilder::new((pages * PAGE_SIZE_U64) as usize)
+            .with_file_offset(file)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_SHARED)
+            .build()
+            .unwrap();
+        Self::of(region).declared_owned()
+    }
+
+    /// The same guest, declared to be a memfd of this process alone.
+    pub(crate) fn declared_owned(self) -> Self {
+        Self(self.0, true)
     }
 
     pub(crate) fn source(&self) -> HostRegion {
-        HostRegion::new(Arc::clone(&self.0))
+        let source = HostRegion::new(Arc::clone(&self.0));
+        if self.1 { source.memfd_owned() } else { source }
+    }
+
+    pub(crate) fn file(&self) -> &File {
+        self.0.file_offset().unwrap().file()
+    }
+
+    /// Pages of memory that its file holds.
+    pub(crate) fn file_pages(&self) -> u64 {
+        let blocks = rustix::fs::fstat(self.file()).unwrap().st_blocks;
+        u64::try_from(blocks).unwrap() * 512 / PAGE_SIZE_U64
+    }
+
+    /// First and last byte of a page, as its file has them.
+    pub(crate) fn file_ends(&self, page: u64) -> (u8, u8) {
+        let mut buf = [1; PAGE_SIZE];
+        self.file()
+            .read_exact_at(&mut buf, page * PAGE_SIZE_U64)
+            .unwrap();
+        (buf[0], buf[PAGE_SIZE - 1])
     }
 
     pub(crate) fn address(&self) -> *mut u8 {
@@ -109,6 +154,20 @@ impl Guest {
                 range.byte_len() as usize,
                 advice,
             )
+        }
+    }
+
+    /// Makes huge pages of `range`.
+    pub(crate) fn collapse(&self, range: PageRange) -> std::io::Result<()> {
+        // SAFETY: guest memory is never behind a Rust reference, and its content
+        // stays.
+        let done = unsafe {
+            let start = self.pointer(range.start.0).cast();
+            libc::madvise(start, range.byte_len() as usize, libc::MADV_COLLAPSE)
+        };
+        match done {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
         }
     }
 
@@ -217,6 +276,14 @@ impl Guest {
         let page = self.address() as u64 / PAGE_SIZE_U64;
         page.next_multiple_of(512) - page
     }
+}
+
+/// A memfd of `pages` pages, all of them holes.
+pub(crate) fn memfd(pages: u64) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create("guest", flags).unwrap();
+    rustix::fs::ftruncate(&fd, pages * PAGE_SIZE_U64).unwrap();
+    fd
 }
 
 /// A thread that accesses guest memory.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) use child::{View, again, become_nobody};
 pub(crate) use dma::{DirectFile, Ring};
-pub(crate) use guest::{Guest, Vcpu};
+pub(crate) use guest::{Guest, Vcpu, memfd};
 pub(crate) use host::*;
 use ksm_core::RegisterError;
 use ksm_core::backend::linux::{Fds, LinuxBackend, LinuxMemory, LinuxStore, StopMethod};
@@ -23,6 +23,40 @@ use ksm_core::page::{FrameId, FrameRange, PageBuf, PageIndex, PageRange};
 
 /// Both ways to stop writes.
 pub(crate) const METHODS: [StopMethod; 2] = [StopMethod::Move, StopMethod::WriteProtect];
+
+/// What a guest is made of, and how its writes are stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Private anonymous memory.
+    Anonymous(StopMethod),
+    /// A memfd of this process alone.
+    Memfd,
+}
+
+/// All of them.
+pub(crate) const KINDS: [Kind; 3] = [
+    Kind::Anonymous(StopMethod::Move),
+    Kind::Anonymous(StopMethod::WriteProtect),
+    Kind::Memfd,
+];
+
+impl Kind {
+    /// A guest of this kind.
+    pub(crate) fn guest(self, pages: u64) -> Guest {
+        match self {
+            Self::Anonymous(_) => Guest::new(pages),
+            Self::Memfd => Guest::memfd(pages),
+        }
+    }
+
+    /// A backend for such guests: on that of a memfd, other guests are moved.
+    pub(crate) fn backend(self) -> LinuxBackend {
+        match self {
+            Self::Anonymous(method) => backend(method),
+            Self::Memfd => backend(StopMethod::Move),
+        }
+    }
+}
 
 /// Long enough for a thread that can run to have run; short enough to wait for
 /// in vain where one must not.

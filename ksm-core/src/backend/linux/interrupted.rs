@@ -4,8 +4,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MemoryRegionAddress};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress,
+};
 
+use super::memfd::Memfd;
 use super::*;
 use crate::backend::{Backing, FrameStore, Memory, Settled};
 use crate::page::{FrameId, FrameRange, PAGE_SIZE, PageBuf, PageIndex, PageRange};
@@ -16,6 +20,43 @@ const RANGE: PageRange = PageRange {
 };
 const BYTE: u8 = 7;
 
+/// What the guest is made of, and how its writes are stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Moved,
+    Protected,
+    Memfd,
+}
+
+const KINDS: [Kind; 3] = [Kind::Moved, Kind::Protected, Kind::Memfd];
+
+impl Kind {
+    fn method(self) -> StopMethod {
+        match self {
+            Self::Protected => StopMethod::WriteProtect,
+            _ => StopMethod::Auto,
+        }
+    }
+
+    /// A guest of 8 pages.
+    fn guest(self) -> Arc<GuestRegionMmap> {
+        const BYTES: usize = 8 * PAGE_SIZE;
+        if self != Self::Memfd {
+            let region = GuestRegionMmap::from_range(GuestAddress(0), BYTES, None);
+            return Arc::new(region.unwrap());
+        }
+        let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, BYTES as u64).unwrap();
+        let region = MmapRegionBuilder::new(BYTES)
+            .with_file_offset(FileOffset::new(fd.into(), 0))
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_SHARED)
+            .build()
+            .unwrap();
+        Arc::new(GuestRegionMmap::new(region, GuestAddress(0)).unwrap())
+    }
+}
+
 struct Bench {
     guest: Arc<GuestRegionMmap>,
     memory: LinuxMemory,
@@ -24,15 +65,17 @@ struct Bench {
 
 impl Bench {
     /// A guest whose RANGE is full of `byte` and stopped.
-    fn stopped(method: StopMethod, byte: u8) -> Self {
+    fn stopped(kind: Kind, byte: u8) -> Self {
         let fds = Fds::open().unwrap_or_else(|error| panic!("this test needs {error}"));
-        let backend = LinuxBackend::with_stop_method(fds, method).unwrap();
-        let guest =
-            Arc::new(GuestRegionMmap::from_range(GuestAddress(0), 8 * PAGE_SIZE, None).unwrap());
+        let backend = LinuxBackend::with_stop_method(fds, kind.method()).unwrap();
+        let guest = kind.guest();
+        let source = HostRegion::new(Arc::clone(&guest));
+        let source = match kind {
+            Kind::Memfd => source.memfd_owned(),
+            _ => source,
+        };
         let options = RegionOptions { dma_guarded: true };
-        let memory = backend
-            .attach(HostRegion::new(Arc::clone(&guest)), options)
-            .unwrap();
+        let memory = backend.attach(source, options).unwrap();
         let store = backend.open_store().unwrap();
         let bench = Self {
             guest,
@@ -63,6 +106,48 @@ impl Bench {
 
     fn stop(&self, backing: Backing) {
         assert_eq!(self.memory.stop(RANGE, backing).unwrap().held, [RANGE]);
+    }
+
+    /// Pages of memory that the guest's memfd holds; none if it has none.
+    fn file_pages(&self) -> u64 {
+        let file = self.guest.file_offset();
+        file.map_or(0, |at| {
+            let blocks = rustix::fs::fstat(at.file()).unwrap().st_blocks;
+            u64::try_from(blocks).unwrap() * 512 / PAGE_SIZE as u64
+        })
+    }
+
+    /// RANGE merged, then copied, then stopped as what it is.
+    fn copied(kind: Kind, byte: u8) -> Self {
+        let bench = Self::stopped(kind, byte);
+        bench
+            .memory
+            .share(RANGE, Backing::Own, &bench.store, FrameId(0))
+            .unwrap();
+        bench.memory.lift(RANGE, Backing::Own);
+        bench.memory.populate(RANGE).unwrap();
+        bench.stop(Backing::Frame);
+        assert_eq!(bench.file_pages(), 0);
+        bench
+    }
+
+    fn memfd(&self) -> &Memfd {
+        self.memory.memfd.as_ref().unwrap()
+    }
+
+    /// The bytes of RANGE stand in the memfd, which is not mapped there yet.
+    fn write_copies_only(&self, byte: u8) {
+        let mut content = PageBuf::zeroed();
+        content.bytes_mut().fill(byte);
+        for page in RANGE.iter() {
+            self.memfd().write(page, &content).unwrap();
+        }
+    }
+
+    fn map_memfd_only(&self) {
+        let span = self.memory.span_of(RANGE);
+        let attributes = mapping::Attributes::default();
+        self.memfd().map_over(span, RANGE, attributes).unwrap();
     }
 
     fn map_frames_only(&self) {
@@ -103,18 +188,16 @@ impl Bench {
     }
 }
 
-const METHODS: [StopMethod; 2] = [StopMethod::Move, StopMethod::WriteProtect];
-
 #[test]
 fn stopped_and_no_more_is_kept() {
-    for method in METHODS {
-        Bench::stopped(method, BYTE).settles(Backing::Own, Settled::Kept, BYTE, Backing::Own);
+    for kind in KINDS {
+        Bench::stopped(kind, BYTE).settles(Backing::Own, Settled::Kept, BYTE, Backing::Own);
     }
 }
 
 #[test]
 fn lifted_halfway_is_kept() {
-    let bench = Bench::stopped(StopMethod::Move, BYTE);
+    let bench = Bench::stopped(Kind::Moved, BYTE);
     let two = PageRange::new(RANGE.start, 2);
     let moved = bench
         .memory
@@ -123,7 +206,7 @@ fn lifted_halfway_is_kept() {
         .move_pages(bench.memory.span_of(two), bench.memory.slots_of(two));
     assert_eq!(moved.pages, 2);
     bench.settles(Backing::Own, Settled::Kept, BYTE, Backing::Own);
-    let bench = Bench::stopped(StopMethod::Move, BYTE);
+    let bench = Bench::stopped(Kind::Moved, BYTE);
     let span = bench.memory.span_of(RANGE);
     let slots = bench.memory.slots_of(RANGE);
     assert_eq!(bench.memory.host.uffd.move_pages(span, slots).pages, 4);
@@ -132,8 +215,8 @@ fn lifted_halfway_is_kept() {
 
 #[test]
 fn mapped_and_not_written_down_is_replaced() {
-    for method in METHODS {
-        let bench = Bench::stopped(method, BYTE);
+    for kind in KINDS {
+        let bench = Bench::stopped(kind, BYTE);
         bench.map_frames_only();
         bench.settles(Backing::Own, Settled::Replaced, BYTE, Backing::Frame);
     }
@@ -141,8 +224,8 @@ fn mapped_and_not_written_down_is_replaced() {
 
 #[test]
 fn mapped_and_not_registered_again_is_replaced() {
-    for method in METHODS {
-        let bench = Bench::stopped(method, BYTE);
+    for kind in KINDS {
+        let bench = Bench::stopped(kind, BYTE);
         bench.map_frames_only();
         bench.memory.journal.mapped(RANGE);
         bench.settles(Backing::Own, Settled::Replaced, BYTE, Backing::Frame);
@@ -151,8 +234,8 @@ fn mapped_and_not_registered_again_is_replaced() {
 
 #[test]
 fn mapped_and_registered_again_is_replaced() {
-    for method in METHODS {
-        let bench = Bench::stopped(method, BYTE);
+    for kind in KINDS {
+        let bench = Bench::stopped(kind, BYTE);
         bench
             .memory
             .share(RANGE, Backing::Own, &bench.store, FrameId(0))
@@ -163,11 +246,11 @@ fn mapped_and_registered_again_is_replaced() {
 
 #[test]
 fn zeroed_in_part_is_replaced() {
-    for method in METHODS {
-        let bench = Bench::stopped(method, 0);
+    for kind in KINDS {
+        let bench = Bench::stopped(kind, 0);
         bench.memory.journal.zeroed(RANGE);
         bench.settles(Backing::Own, Settled::Replaced, 0, Backing::Own);
-        let bench = Bench::stopped(method, 0);
+        let bench = Bench::stopped(kind, 0);
         bench.memory.zero(RANGE, Backing::Own).unwrap();
         bench.settles(Backing::Own, Settled::Replaced, 0, Backing::Own);
     }
@@ -175,16 +258,9 @@ fn zeroed_in_part_is_replaced() {
 
 #[test]
 fn frames_stopped_replaced_and_not_written_down() {
-    for method in METHODS {
+    for kind in KINDS {
         for replace in [false, true] {
-            let bench = Bench::stopped(method, BYTE);
-            bench
-                .memory
-                .share(RANGE, Backing::Own, &bench.store, FrameId(0))
-                .unwrap();
-            bench.memory.lift(RANGE, Backing::Own);
-            bench.memory.populate(RANGE).unwrap();
-            bench.stop(Backing::Frame);
+            let bench = Bench::copied(kind, BYTE);
             if replace {
                 bench.map_frames_only();
                 bench.settles(Backing::Frame, Settled::Replaced, BYTE, Backing::Frame);
@@ -193,4 +269,70 @@ fn frames_stopped_replaced_and_not_written_down() {
             }
         }
     }
+}
+
+#[test]
+fn mapped_and_not_punched_is_punched() {
+    for written_down in [false, true] {
+        let bench = Bench::stopped(Kind::Memfd, BYTE);
+        assert_eq!(bench.file_pages(), 4);
+        bench.map_frames_only();
+        if written_down {
+            bench.memory.journal.mapped(RANGE);
+        }
+        assert_eq!(bench.memory.settle(RANGE, Backing::Own), Settled::Replaced);
+        assert_eq!(bench.file_pages(), 0);
+        bench.settles(Backing::Own, Settled::Replaced, BYTE, Backing::Frame);
+    }
+}
+
+#[test]
+fn written_back_and_not_mapped_is_kept() {
+    let bench = Bench::copied(Kind::Memfd, BYTE);
+    bench.write_copies_only(BYTE);
+    bench.settles(Backing::Frame, Settled::Kept, BYTE, Backing::Frame);
+}
+
+/// What an interrupted restore has left in the memfd never shows.
+#[test]
+fn written_back_and_not_mapped_is_gone_after_a_discard() {
+    for zero in [false, true] {
+        let bench = Bench::copied(Kind::Memfd, 0);
+        bench.write_copies_only(BYTE);
+        if zero {
+            bench.memory.zero(RANGE, Backing::Frame).unwrap();
+            bench.memory.lift(RANGE, Backing::Frame);
+        } else {
+            bench.memory.lift(RANGE, Backing::Frame);
+            bench.memory.discard(RANGE, Backing::Frame).unwrap();
+        }
+        assert_eq!(bench.file_pages(), 0);
+        let mut bytes = [1; PAGE_SIZE];
+        let address = MemoryRegionAddress(RANGE.start.byte_offset());
+        bench.guest.read_slice(&mut bytes, address).unwrap();
+        assert_eq!(bytes, [0; PAGE_SIZE]);
+    }
+}
+
+/// The memfd holds the guest's only bytes then: it must not be punched.
+#[test]
+fn written_back_and_mapped_is_replaced() {
+    for written_down in [false, true] {
+        let bench = Bench::copied(Kind::Memfd, BYTE);
+        bench.write_copies_only(BYTE);
+        bench.map_memfd_only();
+        if written_down {
+            bench.memory.journal.mapped(RANGE);
+        }
+        bench.settles(Backing::Frame, Settled::Replaced, BYTE, Backing::Own);
+    }
+}
+
+/// Frames gave way to the memfd, which was punched before.
+#[test]
+fn zeros_mapped_and_not_written_down_is_replaced() {
+    let bench = Bench::copied(Kind::Memfd, 0);
+    bench.memfd().punch(RANGE).unwrap();
+    bench.map_memfd_only();
+    bench.settles(Backing::Frame, Settled::Replaced, 0, Backing::Own);
 }

@@ -128,6 +128,31 @@ pub(super) fn map_file_over(
     .map(drop)
 }
 
+/// Maps the pages of `file` from `offset` on in place of those of `span`, shared,
+/// without what they carried.
+pub(super) fn map_shared_over(
+    span: Span,
+    attributes: Attributes,
+    file: BorrowedFd<'_>,
+    offset: u64,
+) -> Result<(), Errno> {
+    let mut flags = MapFlags::SHARED | MapFlags::FIXED;
+    flags.set(MapFlags::NORESERVE, attributes.no_reserve);
+    // SAFETY: `span` is in our care: no Rust reference points into it, and its
+    // owner has put into the file what is to show there.
+    unsafe {
+        mmap(
+            span.pointer(),
+            span.byte_len(),
+            attributes.protection(),
+            flags,
+            file,
+            offset,
+        )
+    }
+    .map(drop)
+}
+
 /// Maps `pages` pages of `file` somewhere, shared, to be read.
 pub(super) fn map_file(file: BorrowedFd<'_>, offset: u64, pages: u64) -> Result<Span, Errno> {
     // SAFETY: without MAP_FIXED no existing mapping is touched.
@@ -188,10 +213,18 @@ pub(super) fn advise(span: Span, advice: Advice) -> Result<(), Errno> {
 
 /// Whether all of `span` is mapped.
 pub(super) fn is_mapped(span: Span) -> bool {
+    residency(span).is_some()
+}
+
+/// For each page of `span`, whether it is in memory, in the page table or not
+/// (the lowest bit); `None` if a part is not mapped.
+pub(super) fn residency(span: Span) -> Option<Vec<u8>> {
     let mut residency = vec![0; usize_from(span.pages())];
     // SAFETY: mincore writes one byte for each page of the span to a vector of
     // that length, and reads nothing else.
-    unsafe { libc::mincore(span.pointer(), span.byte_len(), residency.as_mut_ptr()) == 0 }
+    let done =
+        unsafe { libc::mincore(span.pointer(), span.byte_len(), residency.as_mut_ptr()) == 0 };
+    done.then_some(residency)
 }
 
 /// A mapping that is unmapped when it goes out of scope, unless it moved away.

@@ -8,15 +8,16 @@ use rustix::mm::Advice;
 use super::caps::{Host, StopMethod};
 use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
+use super::memfd::Memfd;
 use super::source::HostRegion;
-use super::span::Span;
+use super::span::{Span, usize_from};
 use super::staging::Staging;
 use super::store::LinuxStore;
 use super::uffd::Mode;
 use super::vet::{Part, vet};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
-use crate::error::{BackendError, RegisterError};
+use crate::error::{BackendError, MemfdFault, RegisterError};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
 use crate::sync::Mutex;
 
@@ -34,6 +35,8 @@ pub struct LinuxMemory {
     pub(super) span: Span,
     pub(super) parts: Vec<Part>,
     pub(super) options: RegionOptions,
+    /// The file that holds the guest's own pages; none if they are anonymous.
+    pub(super) memfd: Option<Memfd>,
     /// The guest's own pages are moved out; otherwise they are write-protected.
     pub(super) by_move: bool,
     pub(super) staging: Staging,
@@ -62,12 +65,15 @@ impl LinuxMemory {
         // registers it agrees that its pages are replaced by equal ones.
         let span = unsafe { Span::new(start, pages_in(bytes)) };
         let claim = host.claims.claim(span)?;
-        let by_move = stops_by_move(&host, options)?;
+        let memfd =
+            owned_memfd(&source, options).map_err(|why| RegisterError::Memfd { address, why })?;
+        // Pages of a file cannot be moved.
+        let by_move = memfd.is_none() && stops_by_move(&host, options)?;
         let staging =
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
         let parts = {
             use std::os::fd::AsFd;
-            vet(host.smaps.as_fd(), span, staging.span())?
+            vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?
         };
         // From here on dropping it undoes what was done.
         let memory = Self {
@@ -76,6 +82,7 @@ impl LinuxMemory {
             span,
             parts,
             options,
+            memfd,
             by_move,
             staging,
             journal: Journal::default(),
@@ -98,6 +105,46 @@ impl LinuxMemory {
             Errno::BUSY => RegisterError::OtherUserfaultfd { address },
             errno => mapping_error("UFFDIO_REGISTER", errno).into(),
         })
+    }
+
+    /// Maps the pages of `range` that a memfd holds in memory, so that the page
+    /// map knows of them. Fills no hole and swaps nothing in.
+    pub(super) fn show(&self, range: PageRange) {
+        let Some(residency) = mapping::residency(self.span_of(range)) else {
+            return;
+        };
+        let in_memory = |page: PageIndex| residency[usize_from(page.0 - range.start.0)] & 1 != 0;
+        for part in Journal::parts(range, in_memory) {
+            // What it does not show is looked at once the guest touches it.
+            let _ = mapping::advise(self.span_of(part), Advice::LinuxPopulateRead);
+        }
+    }
+
+    /// What the page map says of `within`; returns where it stopped.
+    fn scan_page_map(
+        &self,
+        within: PageRange,
+        max_pages: u64,
+        runs: &mut Vec<PageRun>,
+    ) -> Result<PageIndex, BackendError> {
+        let seen = self
+            .host
+            .pagemap
+            .populated(self.span_of(within), max_pages, |run| {
+                let state = match run.is {
+                    is if is.zero() => PageState::Zero,
+                    is if is.file() => PageState::File,
+                    is if is.swapped() => PageState::Swapped,
+                    _ => PageState::Private,
+                };
+                runs.push(PageRun {
+                    range: PageRange::new(within.start.plus(run.first), run.pages),
+                    state,
+                    huge: run.is.huge(),
+                });
+            })
+            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
+        Ok(within.start.plus(seen))
     }
 
     /// The pages of `range`.
@@ -137,6 +184,18 @@ impl LinuxMemory {
         }
         Ok(())
     }
+}
+
+/// The file behind `source`, if it is declared to be a memfd of this process.
+fn owned_memfd(source: &HostRegion, options: RegionOptions) -> Result<Option<Memfd>, MemfdFault> {
+    let Some(file) = source.owned_memfd() else {
+        return Ok(None);
+    };
+    let memfd = Memfd::new(file, pages_in(source.byte_len()))?;
+    if !options.dma_guarded {
+        return Err(MemfdFault::Unguarded);
+    }
+    Ok(Some(memfd))
 }
 
 /// Whether the guest's own pages are to be moved out.
@@ -184,24 +243,23 @@ impl Memory for LinuxMemory {
         max_pages: u64,
         runs: &mut Vec<PageRun>,
     ) -> Result<PageIndex, BackendError> {
-        let seen = self
-            .host
-            .pagemap
-            .populated(self.span_of(within), max_pages, |run| {
-                let state = match run.is {
-                    is if is.zero() => PageState::Zero,
-                    is if is.file() => PageState::Frame,
-                    is if is.swapped() => PageState::Swapped,
-                    _ => PageState::Private,
-                };
-                runs.push(PageRun {
-                    range: PageRange::new(within.start.plus(run.first), run.pages),
-                    state,
-                    huge: run.is.huge(),
-                });
-            })
-            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
-        Ok(within.start.plus(seen))
+        let first = runs.len();
+        let end = self.scan_page_map(within, max_pages, runs)?;
+        let Some(memfd) = &self.memfd else {
+            return Ok(end);
+        };
+        // A memfd may hold pages that are in no page table: written by its
+        // descriptor, say, or of a huge page that was split.
+        let start = within.start;
+        let hidden = memfd.hidden(PageRange { start, end }, max_pages, &runs[first..]);
+        let Some(last) = hidden.last() else {
+            return Ok(end);
+        };
+        let found: u64 = hidden.iter().map(|part| part.len()).sum();
+        let end = if found < max_pages { end } else { last.end };
+        hidden.iter().for_each(|&part| self.show(part));
+        runs.truncate(first);
+        self.scan_page_map(PageRange { start, end }, max_pages, runs)
     }
 
     fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {
@@ -284,7 +342,7 @@ impl Memory for LinuxMemory {
 
     fn settle(&self, range: PageRange, backing: Backing) -> Settled {
         let settled = if self.was_replaced(range, backing) {
-            self.finish_replacement(range);
+            self.finish_replacement(range, backing);
             Settled::Replaced
         } else {
             Settled::Kept
@@ -304,8 +362,7 @@ impl Memory for LinuxMemory {
 
     fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
         match backing {
-            Backing::Own => mapping::drop_pages(self.span_of(range))
-                .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno)),
+            Backing::Own => self.drop_own(range),
             Backing::Frame => self.map_zeros(range),
         }
     }

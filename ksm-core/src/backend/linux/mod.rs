@@ -1,8 +1,8 @@
 //! The backend for Linux hosts: userfaultfd stops writes, a memfd holds the
 //! frames, private mappings of it are the merged pages.
 //!
-//! The guest's memory is private anonymous memory of this process. To merge a
-//! run of pages:
+//! The guest's memory is private anonymous memory of this process, or a memfd
+//! that nobody else maps. To merge a run of pages:
 //!
 //! 1. **Stop** it: `UFFDIO_MOVE` takes the pages out to a staging area
 //!    ([`StopMethod::Move`]), or write-protection stops their writers.
@@ -11,6 +11,19 @@
 //!    through its MMU notifiers, and a later write is copied by the kernel.
 //! 4. **Lift** the stop: what was not replaced goes back, and whoever waited is
 //!    woken.
+//!
+//! # Kinds of memory
+//!
+//! | | private anonymous | memfd, `MAP_SHARED` ([`HostRegion::memfd_owned`]) |
+//! |---|---|---|
+//! | its own pages are stopped | by moving or write-protection | by write-protection (`UFFDIO_MOVE` does not take them), so only where `dma_guarded` |
+//! | a merge frees | what it maps over | what it punches out of the memfd, once the frames are mapped |
+//! | a zero page | the host's | a hole of the memfd; **a read fills it** |
+//! | unregistered | the copies, moved over | the copies, written to the memfd, which is mapped over |
+//! | huge pages | split by moving | split by punching |
+//!
+//! Each region of a guest can be of another kind. Memory that other processes map
+//! is left unregistered.
 //!
 //! # System calls
 //!
@@ -32,6 +45,7 @@ mod claim;
 mod interrupted;
 mod journal;
 mod mapping;
+mod memfd;
 mod memory;
 mod out;
 mod pagemap;
@@ -100,6 +114,7 @@ pub const SYSTEM_CALLS: &[&str] = &[
     "futex",
     "getrandom",
     "ioctl",
+    "lseek",
     "madvise",
     "memfd_create",
     "mincore",

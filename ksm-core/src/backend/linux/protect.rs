@@ -31,8 +31,13 @@ impl LinuxMemory {
         let mut verdicts = vec![Some(Refusal::Raced); usize_from(range.len())];
         let index = |page: PageIndex| usize_from(page.0 - range.start.0);
         let mut eligible = Vec::new();
+        if self.memfd.is_some() && backing == Backing::Own {
+            // What the engine read a moment ago may be gone from the page table:
+            // to split a huge page of a file, the kernel takes all of it out.
+            self.show(range);
+        }
         self.look(range, |part, is| {
-            let verdict = refusal(backing, is);
+            let verdict = self.refusal(backing, is);
             verdicts[index(part.start)..index(part.end)].fill(verdict);
             if verdict.is_none() {
                 push(&mut eligible, part);
@@ -47,7 +52,7 @@ impl LinuxMemory {
         }
         let mut stopped = vec![false; verdicts.len()];
         let looked = self.look(range, |part, is| {
-            let kept = refusal(backing, is).is_none() && !is.written();
+            let kept = self.refusal(backing, is).is_none() && !is.written();
             stopped[index(part.start)..index(part.end)].fill(kept);
         });
         if let Err(error) = looked {
@@ -127,15 +132,16 @@ impl LinuxMemory {
             self.unprotect(right);
         }
     }
-}
 
-/// Why a page must not be stopped, if so.
-fn refusal(backing: Backing, is: Categories) -> Option<Refusal> {
-    match backing {
-        // Mapping over a part of a huge page frees nothing.
-        Backing::Own if is.huge() => Some(Refusal::Huge),
-        // The frame shows: there is no copy to stop.
-        Backing::Frame if is.file() => Some(Refusal::Raced),
-        _ => None,
+    /// Why a page must not be stopped, if so.
+    fn refusal(&self, backing: Backing, is: Categories) -> Option<Refusal> {
+        match backing {
+            // Mapping over a part of a huge page frees nothing. Punching a part
+            // out of one that is a memfd's does.
+            Backing::Own if is.huge() && self.memfd.is_none() => Some(Refusal::Huge),
+            // The frame shows: there is no copy to stop.
+            Backing::Frame if is.file() => Some(Refusal::Raced),
+            _ => None,
+        }
     }
 }

@@ -3,7 +3,9 @@
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use super::journal::Journal;
 use super::mapping::{self, Attributes, Scratch};
+use super::memfd::Memfd;
 use super::memory::LinuxMemory;
 use super::staging::fill_page;
 use super::store::LinuxStore;
@@ -32,6 +34,9 @@ impl LinuxMemory {
     ) -> Result<(), BackendError> {
         let span = self.span_of(range);
         let attributes = self.attributes(range);
+        if let Some(memfd) = &self.memfd {
+            memfd.check_seals()?;
+        }
         mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
             .map_err(|errno| mapping_error("mmap", errno))?;
         self.journal.mapped(range);
@@ -43,7 +48,16 @@ impl LinuxMemory {
             let _ = self.host.uffd.register(span, Mode::WriteProtect);
         }
         self.host.uffd.wake(span);
+        self.free_below(range);
         Ok(())
+    }
+
+    /// Frees what a memfd still holds below frames that are mapped over it. If
+    /// that fails nothing is lost but memory.
+    fn free_below(&self, range: PageRange) {
+        if let Some(memfd) = &self.memfd {
+            let _ = memfd.punch(range);
+        }
     }
 
     /// Drops the copies of held pages that stand over equal frames.
@@ -62,28 +76,75 @@ impl LinuxMemory {
     /// and the guest sees no difference.
     pub(super) fn drop_zeroed(&self, range: PageRange) -> Result<(), BackendError> {
         self.journal.zeroed(range);
-        let dropped = if self.goes_out(Backing::Own) {
-            self.staging.drop_slots(self.slots_of(range))
+        if self.goes_out(Backing::Own) {
+            let slots = self.slots_of(range);
+            let dropped = self.staging.drop_slots(slots);
+            dropped.map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
         } else {
-            mapping::drop_pages(self.span_of(range))
-        };
-        dropped.map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
+            self.drop_own(range)
+        }
+    }
+
+    /// Drops pages of the guest's own memory, which read as zero then.
+    pub(super) fn drop_own(&self, range: PageRange) -> Result<(), BackendError> {
+        match &self.memfd {
+            Some(memfd) => memfd.punch(range),
+            None => mapping::drop_pages(self.span_of(range))
+                .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno)),
+        }
     }
 
     /// Maps pages of zeros in place of frames and their copies.
     pub(super) fn map_zeros(&self, range: PageRange) -> Result<(), BackendError> {
-        mapping::map_anonymous_over(self.span_of(range), self.attributes(range))
-            .map_err(|errno| mapping_error("mmap", errno))?;
+        let (span, attributes) = (self.span_of(range), self.attributes(range));
+        match &self.memfd {
+            // It may hold something still: see `free_below`.
+            Some(memfd) => memfd
+                .punch(range)
+                .and_then(|()| memfd.map_over(span, range, attributes))?,
+            None => mapping::map_anonymous_over(span, attributes)
+                .map_err(|errno| mapping_error("mmap", errno))?,
+        }
         self.journal.mapped(range);
         self.now_own(range);
         Ok(())
     }
 
-    /// Puts private copies in place of held copies that stand over frames.
-    ///
-    /// The mapping does not become one with its neighbours: the kernel numbers
-    /// its pages by the address at which they were filled.
+    /// Puts the guest's own pages in place of held copies that stand over frames.
     pub(super) fn map_copies(&self, range: PageRange) -> Result<(), BackendError> {
+        match &self.memfd {
+            Some(memfd) => self.write_copies(range, memfd)?,
+            None => self.move_copies(range)?,
+        }
+        self.journal.mapped(range);
+        self.now_own(range);
+        if self.memfd.is_some() {
+            // Or the guest would fault on each.
+            self.show(range);
+        }
+        Ok(())
+    }
+
+    /// Writes the copies to the memfd, then maps that.
+    fn write_copies(&self, range: PageRange, memfd: &Memfd) -> Result<(), BackendError> {
+        let mut buf = PageBuf::zeroed();
+        let written = range.iter().try_for_each(|page| {
+            self.read(page, &mut buf)?;
+            memfd.write(page, &buf)
+        });
+        let attributes = self.attributes(range);
+        let done = written.and_then(|()| memfd.map_over(self.span_of(range), range, attributes));
+        if done.is_err() {
+            self.free_below(range);
+        }
+        done
+    }
+
+    /// Moves a mapping with the copies over them.
+    ///
+    /// It does not become one with its neighbours: the kernel numbers its pages
+    /// by the address at which they were filled.
+    fn move_copies(&self, range: PageRange) -> Result<(), BackendError> {
         let attributes = self.attributes(range);
         let scratch = Scratch::new(range.len(), attributes)
             .map_err(|errno| mapping_error("mmap of copies", errno))?;
@@ -101,10 +162,7 @@ impl LinuxMemory {
         }
         scratch
             .move_over(self.span_of(range))
-            .map_err(|errno| mapping_error("mremap", errno))?;
-        self.journal.mapped(range);
-        self.now_own(range);
-        Ok(())
+            .map_err(|errno| mapping_error("mremap", errno))
     }
 
     /// After a mapping of the guest's own has come in place of frames.
@@ -131,11 +189,19 @@ impl LinuxMemory {
     }
 
     /// Does what can be done of the rest of an interrupted replacement.
-    pub(super) fn finish_replacement(&self, range: PageRange) {
+    pub(super) fn finish_replacement(&self, range: PageRange, backing: Backing) {
         if !range.iter().all(|page| self.journal.is_replaced(page)) {
             self.journal.mapped(range);
         }
         self.carry(range, Attributes::of_frames);
+        // What came in place of the guest's own pages can only be frames, while
+        // frames may have been replaced by what the memfd holds now. Pages that
+        // were dropped have no other mapping, and may be in use again.
+        if backing == Backing::Own {
+            for part in Journal::parts(range, |page| self.journal.is_mapped(page)) {
+                self.free_below(part);
+            }
+        }
     }
 
     /// What the mappings of `range` carry that a new one is made with.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use vm_memory::{GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress};
+use vm_memory::{FileOffset, GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress};
 
 use crate::page::{PAGE_SIZE, PageBuf, PageIndex};
 
@@ -12,8 +12,24 @@ use crate::page::{PAGE_SIZE, PageBuf, PageIndex};
 ///
 /// The region is kept alive, and with it the mapping, for as long as it is
 /// registered. Its dirty bitmap is never touched: a merge changes no byte.
+///
+/// Private anonymous memory can be registered as it is. Shared memory is
+/// refused, unless it is a memfd of this process alone and
+/// [declared](HostRegion::memfd_owned) to be. Memory that other processes map
+/// (a window for vhost-user, say) is not to be registered; the other regions of
+/// such a guest can be, each as what it is.
 #[derive(Clone)]
-pub struct HostRegion(Arc<dyn GuestPages>);
+pub struct HostRegion {
+    pages: Arc<dyn GuestPages>,
+    kind: Kind,
+}
+
+/// What a region is made of, as its owner says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Anonymous,
+    Memfd,
+}
 
 impl HostRegion {
     /// Guest memory in `region`.
@@ -21,23 +37,57 @@ impl HostRegion {
     where
         R: GuestMemoryRegion + Send + Sync + 'static,
     {
-        Self(region)
+        Self {
+            pages: region,
+            kind: Kind::Anonymous,
+        }
+    }
+
+    /// Declares that the region is a memfd, mapped `MAP_SHARED`, and this process
+    /// its only user: nobody else has the descriptor or maps it, and here it is
+    /// mapped once and neither read nor written through descriptors while it is
+    /// registered. Of a file that is mapped in several places, as below and above
+    /// the hole for devices, each region is a part of its own.
+    ///
+    /// Merged pages are punched out of the memfd, which is what frees them: a
+    /// snapshot that is taken by reading the file needs the region unregistered.
+    /// A memfd that is sealed against writing while it is registered is merged no
+    /// more, and what was merged cannot be put back.
+    ///
+    /// The region must be `dma_guarded`
+    /// ([`RegionOptions`](crate::RegionOptions::dma_guarded)).
+    ///
+    /// What can be checked is checked at registration
+    /// ([`RegisterError::Memfd`](crate::RegisterError::Memfd)). That no other
+    /// process maps the file cannot be: **it would see zeros where pages were
+    /// merged, and its writes would be lost**.
+    #[must_use]
+    pub fn memfd_owned(self) -> Self {
+        Self {
+            kind: Kind::Memfd,
+            ..self
+        }
+    }
+
+    /// The file of a region declared to be a memfd of this process alone.
+    pub(super) fn owned_memfd(&self) -> Option<Option<&FileOffset>> {
+        (self.kind == Kind::Memfd).then(|| self.pages.file())
     }
 
     /// Address of the first byte in this process, if it has one.
     pub(super) fn host_address(&self) -> Option<usize> {
-        let address = self.0.host_address().ok()?;
+        let address = self.pages.host_address().ok()?;
         Some(address.expose_provenance())
     }
 
     /// Length in bytes.
     pub(super) fn byte_len(&self) -> u64 {
-        self.0.byte_len()
+        self.pages.byte_len()
     }
 
     /// Copies a page as it is now, possibly torn.
     pub(super) fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), GuestMemoryError> {
-        self.0.read(page.byte_offset(), buf)
+        self.pages.read(page.byte_offset(), buf)
     }
 }
 
@@ -46,6 +96,7 @@ impl fmt::Debug for HostRegion {
         f.debug_struct("HostRegion")
             .field("host_address", &self.host_address())
             .field("byte_len", &self.byte_len())
+            .field("kind", &self.kind)
             .finish()
     }
 }
@@ -54,6 +105,7 @@ impl fmt::Debug for HostRegion {
 trait GuestPages: Send + Sync {
     fn host_address(&self) -> Result<*mut u8, GuestMemoryError>;
     fn byte_len(&self) -> u64;
+    fn file(&self) -> Option<&FileOffset>;
     fn read(&self, offset: u64, buf: &mut PageBuf) -> Result<(), GuestMemoryError>;
 }
 
@@ -64,6 +116,10 @@ impl<R: GuestMemoryRegion + Send + Sync> GuestPages for R {
 
     fn byte_len(&self) -> u64 {
         self.len()
+    }
+
+    fn file(&self) -> Option<&FileOffset> {
+        self.file_offset()
     }
 
     fn read(&self, offset: u64, buf: &mut PageBuf) -> Result<(), GuestMemoryError> {

@@ -143,7 +143,7 @@ impl FrameStore for LinuxStore {
 }
 
 /// Repeats a short read or write until `len` bytes are through.
-fn transfer(
+pub(super) fn transfer(
     call: &'static str,
     len: usize,
     mut step: impl FnMut(usize) -> Result<usize, Errno>,
@@ -159,6 +159,7 @@ fn transfer(
             }
             Ok(more) => done += more,
             Err(Errno::INTR) => {}
+            Err(Errno::NOMEM | Errno::NOSPC) => return Err(BackendError::OutOfMemory),
             Err(errno) => return Err(host_error(call, errno)),
         }
     }

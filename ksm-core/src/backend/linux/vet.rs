@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use super::host_error;
 use super::mapping::Attributes;
+use super::memfd::Memfd;
 use super::span::Span;
 use crate::error::RegisterError;
 use crate::page::{PageIndex, PageRange, pages_in};
@@ -23,11 +24,13 @@ pub(super) struct Part {
 /// Checks every mapping of `span` and lists what each carries.
 ///
 /// `staging` is a mapping made a moment ago: what it carries unasked, all later
-/// mappings of the process will.
+/// mappings of the process will. `memfd` is what the region is declared to be
+/// made of; without it, it is private anonymous memory.
 pub(super) fn vet(
     smaps: BorrowedFd<'_>,
     span: Span,
     staging: Span,
+    memfd: Option<&Memfd>,
 ) -> Result<Vec<Part>, RegisterError> {
     let maps = read_maps(smaps)?;
     let (start, end) = (span.address(), span.address() + span.bytes());
@@ -42,6 +45,13 @@ pub(super) fn vet(
     let mut at = start;
     while at < end {
         let map = find(&maps, at).ok_or(RegisterError::NotMapped { address: at })?;
+        if map.extension.vm_flags.contains(VmFlags::HT) {
+            return Err(RegisterError::HugeTlb { address: at });
+        }
+        match memfd {
+            None => vet_anonymous(map, at)?,
+            Some(memfd) => memfd.vet(map, at, at - start)?,
+        }
         vet_mapping(map, at)?;
         let upto = map.address.1.min(end);
         parts.push(Part {
@@ -50,20 +60,14 @@ pub(super) fn vet(
         });
         at = upto;
     }
+    if let Some(memfd) = memfd {
+        memfd.vet_others(&maps, span)?;
+    }
     Ok(parts)
 }
 
 fn vet_mapping(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
     let flags = map.extension.vm_flags;
-    if flags.contains(VmFlags::HT) {
-        return Err(RegisterError::HugeTlb { address });
-    }
-    if map.perms.contains(MMPermissions::SHARED) {
-        return Err(RegisterError::Shared { address });
-    }
-    if map.inode != 0 {
-        return Err(RegisterError::PrivateFile { address });
-    }
     let plain = !flags.intersects(VmFlags::IO | VmFlags::PF | VmFlags::MM);
     if !plain
         || !map
@@ -80,6 +84,16 @@ fn vet_mapping(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
     }
     if flags.intersects(VmFlags::UM | VmFlags::UW) {
         return Err(RegisterError::OtherUserfaultfd { address });
+    }
+    Ok(())
+}
+
+fn vet_anonymous(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
+    if map.perms.contains(MMPermissions::SHARED) {
+        return Err(RegisterError::Shared { address });
+    }
+    if map.inode != 0 {
+        return Err(RegisterError::PrivateFile { address });
     }
     Ok(())
 }

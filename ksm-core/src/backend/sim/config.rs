@@ -10,6 +10,10 @@ pub enum Stop {
     /// It write-protects them: readers go on, pins go unnoticed, huge pages
     /// stay whole and are refused.
     Protect,
+    /// It write-protects them, and all guest memory is a file of its own (a
+    /// memfd): the page map shows it as such, swapped pages are not in it, a read
+    /// of a hole fills it, and huge pages are split.
+    Memfd,
 }
 
 /// A simulated host.

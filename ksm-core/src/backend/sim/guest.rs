@@ -138,7 +138,10 @@ impl SimGuest {
     /// [`Memory::populated`](crate::backend::Memory::populated).
     #[must_use]
     pub fn mapped(&self, page: PageIndex) -> Option<PageState> {
-        self.host.lock().regions[self.region].page(page).mapped()
+        let world = self.host.lock();
+        world.regions[self.region]
+            .page(page)
+            .mapped(world.config.stop)
     }
 
     /// Pages in `state`.
@@ -153,7 +156,7 @@ impl SimGuest {
     /// bytes of its own. Returns whether it is pinned: not while it is held.
     ///
     /// Where the host cannot notice it (in memory that is declared
-    /// `dma_guarded`, and with [`Stop::Protect`](super::Stop::Protect)), the
+    /// `dma_guarded`, and without [`Stop::Move`](super::Stop::Move)), the
     /// engine must know of it by a guard: it breaks a rule if it stops the page.
     pub fn pin(&self, page: PageIndex) -> bool {
         let mut world = self.host.lock();

@@ -62,7 +62,7 @@ impl World {
         let first = runs.len();
         let mut left = max_pages;
         for (page, place) in self.regions[region].each(within) {
-            let Some(state) = place.mapped() else {
+            let Some(state) = place.mapped(self.config.stop) else {
                 continue;
             };
             if left == 0 {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::config::Stop;
 use super::rng::Rng;
 use crate::backend::PageState;
 use crate::page::{FrameId, PAGE_SIZE, PageBuf};
@@ -112,14 +113,17 @@ impl Page {
     }
 
     /// What the page map says. A page that is out is not in it; a
-    /// write-protect marker without a page reads as swapped.
-    pub(super) const fn mapped(&self) -> Option<PageState> {
+    /// write-protect marker without a page reads as swapped. Where guest memory
+    /// is a file, its own pages are pages of that, and those in swap are nowhere.
+    pub(super) const fn mapped(&self, stop: Stop) -> Option<PageState> {
         match (&self.hold, &self.bytes, &self.below) {
+            (_, Bytes::Own(_), None) if matches!(stop, Stop::Memfd) => Some(PageState::File),
+            (Hold::Free, Bytes::Swap(_), None) if matches!(stop, Stop::Memfd) => None,
             (Hold::Out | Hold::Gone, ..) | (Hold::Free, Bytes::Nowhere, _) => None,
             (Hold::Stopped, Bytes::Nowhere, _) | (_, Bytes::Swap(_), _) => Some(PageState::Swapped),
             (_, Bytes::Own(_), _) => Some(PageState::Private),
             (_, Bytes::Below, None) => Some(PageState::Zero),
-            (_, Bytes::Below, Some(_)) => Some(PageState::Frame),
+            (_, Bytes::Below, Some(_)) => Some(PageState::File),
         }
     }
 

@@ -111,8 +111,13 @@ impl World {
         if moves && place.forked {
             return Err(Refusal::NotExclusive);
         }
-        if place.huge && !moves {
+        if place.huge && self.config.stop == Stop::Protect {
             return Err(Refusal::Huge);
+        }
+        // It is not in the page table.
+        let absent = backing == Backing::Own && place.mapped(self.config.stop).is_none();
+        if absent {
+            return Err(Refusal::Raced);
         }
         if self.rng.chance(self.storm.short) {
             return Err(Refusal::Raced);

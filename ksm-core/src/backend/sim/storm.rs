@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::config::{Stop, Storm};
 use super::page::{Bytes, Hold, Write, pattern};
 use super::region::Waiter;
 use super::world::World;
@@ -93,6 +94,15 @@ impl World {
         let below = place.below;
         let bytes = match (&place.hold, &place.bytes) {
             (Hold::Out | Hold::Gone, _) => return,
+            (_, Bytes::Nowhere) if below.is_none() && self.config.stop == Stop::Memfd => {
+                let zero = Arc::clone(&self.zero);
+                if self.storm != Storm::default() {
+                    self.regions[region]
+                        .log
+                        .push((page, Some(Arc::clone(&zero))));
+                }
+                Bytes::Own(zero)
+            }
             (_, Bytes::Nowhere) => Bytes::Below,
             (_, Bytes::Swap(bytes)) => Bytes::Own(Arc::clone(bytes)),
             (_, Bytes::Below | Bytes::Own(_)) => return,

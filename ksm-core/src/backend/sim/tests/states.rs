@@ -165,7 +165,7 @@ fn the_page_map_steps_over_holes_and_untouched_merged_pages() {
     let all = [
         run(range(1, 2), PageState::Private),
         run(one(9), PageState::Swapped),
-        run(one(21), PageState::Frame),
+        run(one(21), PageState::File),
     ];
     assert_eq!(runs, all);
 }
