@@ -4,16 +4,17 @@
 #![cfg(feature = "fault-injection")]
 
 mod linux_common;
+mod step_hooks;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 
 use ksm_core::backend::linux::LinuxBackend;
-use ksm_core::fault::{Hook, Step, set_hook};
+use ksm_core::fault::Step;
 use ksm_core::page::{PageBuf, PageIndex};
 use ksm_core::{Config, Ksm, RegionOptions};
 use linux_common::{Guest, KINDS, Kind, full_of, pages};
+use step_hooks::{panics_at, vanishes_at};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 const PAGES: u64 = 24;
@@ -68,6 +69,10 @@ fn world(kind: Kind) -> World {
 }
 
 impl World {
+    fn scan(&self) {
+        self.ksm.scan(1 << 20).unwrap();
+    }
+
     /// Each vCPU writes to every page of its guest; none may be left waiting,
     /// and no write and no other byte may be lost. `meanwhile` runs while they
     /// try.
@@ -119,31 +124,10 @@ impl World {
     }
 }
 
-/// A hook that acts at the `nth` time that `step` is taken.
-fn at(step: Step, nth: usize, act: impl Fn() + 'static) -> Option<Hook> {
-    let mut left = nth;
-    Some(Box::new(move |now| {
-        if now == step && left > 0 {
-            left -= 1;
-            if left == 0 {
-                act();
-            }
-        }
-    }))
-}
-
 /// How often a whole pass takes each step.
 fn times_taken(kind: Kind, step: Step) -> usize {
     let world = world(kind);
-    let (count, counted) = mpsc::channel();
-    set_hook(Some(Box::new(move |now| {
-        if now == step {
-            count.send(()).unwrap();
-        }
-    })));
-    world.ksm.scan(1 << 20).unwrap();
-    set_hook(None);
-    counted.iter().count()
+    step_hooks::times_taken(step, || world.scan())
 }
 
 #[test]
@@ -152,11 +136,9 @@ fn vcpus_run_on_after_a_panic_at_any_step() {
         for step in Step::ALL {
             for nth in 1..=times_taken(kind, step) {
                 let world = world(kind);
-                set_hook(at(step, nth, || panic!("injected")));
-                let scan = catch_unwind(AssertUnwindSafe(|| world.ksm.scan(1 << 20)));
-                set_hook(None);
+                let panicked = panics_at(step, nth, || world.scan());
                 let when = format!("{kind:?}: panic at {step:?} {nth}");
-                scan.expect_err(&when);
+                assert!(panicked, "{when}");
                 world.vcpus_run_on(&when, || ());
                 world.finish(&when);
             }
@@ -171,18 +153,9 @@ fn vcpus_run_on_after_the_thread_has_vanished_at_any_step() {
             for nth in 1..=times_taken(kind, step) {
                 let world = world(kind);
                 let ksm = Arc::clone(&world.ksm);
-                let (gone, when_gone) = mpsc::channel();
-                thread::spawn(move || {
-                    set_hook(at(step, nth, move || {
-                        gone.send(thread::current().id()).unwrap();
-                        // Never runs again, and never unwinds.
-                        loop {
-                            thread::park();
-                        }
-                    }));
-                    ksm.scan(1 << 20)
+                let dead = vanishes_at(step, nth, move || {
+                    ksm.scan(1 << 20).unwrap();
                 });
-                let dead = when_gone.recv().unwrap();
                 let when = format!("{kind:?}: gone at {step:?} {nth}");
                 world.vcpus_run_on(&when, || {
                     // Some of the vCPUs' writes come before, some wait.

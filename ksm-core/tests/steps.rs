@@ -4,7 +4,8 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+mod step_hooks;
+
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use ksm_core::backend::sim::{Call, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
 use ksm_core::page::{PageBuf, PageIndex, PageRange};
 use ksm_core::{Config, Ksm, Outcome, RegionId, RegionOptions};
+use step_hooks::{at, panics_at, vanishes_at};
 
 const PAGES: u64 = 24;
 
@@ -75,6 +77,10 @@ fn expected(page: u64) -> Box<PageBuf> {
 }
 
 impl World {
+    fn scan(&self) {
+        self.ksm.scan(1 << 20).unwrap();
+    }
+
     fn check(&self, when: &str) {
         assert_eq!(self.sim.violation(), None, "{when}");
         assert!(self.sim.busy().is_idle(), "{when}: {:?}", self.sim.busy());
@@ -109,35 +115,15 @@ impl World {
     }
 }
 
-/// A hook that acts at the `nth` time that `step` is taken.
-fn at(step: Step, nth: usize, act: impl Fn() + 'static) -> Option<Box<dyn FnMut(Step)>> {
-    let mut left = nth;
-    Some(Box::new(move |now| {
-        if now == step && left > 0 {
-            left -= 1;
-            if left == 0 {
-                act();
-            }
-        }
-    }))
-}
-
 /// How often a whole pass takes each step.
 fn times_taken(step: Step) -> usize {
     let world = world();
-    let (count, counted) = mpsc::channel();
-    set_hook(Some(Box::new(move |now| {
-        if now == step {
-            count.send(()).unwrap();
-        }
-    })));
-    world.ksm.scan(1 << 20).unwrap();
-    set_hook(None);
+    let times = step_hooks::times_taken(step, || world.scan());
     world.check("calm");
     for call in [Call::Share, Call::Reuse, Call::Zero] {
         assert!(world.sim.calls(call) > 0, "no {call:?} in the pass");
     }
-    counted.iter().count()
+    times
 }
 
 #[test]
@@ -147,11 +133,9 @@ fn a_panic_at_any_step_leaves_nothing_stopped() {
         assert!(times > 0, "no {step:?} in the pass");
         for nth in 1..=times {
             let world = world();
-            set_hook(at(step, nth, || panic!("injected")));
-            let scan = catch_unwind(AssertUnwindSafe(|| world.ksm.scan(1 << 20)));
-            set_hook(None);
+            let panicked = panics_at(step, nth, || world.scan());
             let when = format!("panic at {step:?} {nth}");
-            scan.expect_err(&when);
+            assert!(panicked, "{when}");
             world.check(&when);
             world.finish(&when);
         }
@@ -164,18 +148,9 @@ fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
         for nth in 1..=times_taken(step) {
             let world = world();
             let ksm = Arc::clone(&world.ksm);
-            let (gone, when_gone) = mpsc::channel();
-            thread::spawn(move || {
-                set_hook(at(step, nth, move || {
-                    gone.send(thread::current().id()).unwrap();
-                    // Never runs again, and never unwinds.
-                    loop {
-                        thread::park();
-                    }
-                }));
-                ksm.scan(1 << 20)
+            let dead = vanishes_at(step, nth, move || {
+                ksm.scan(1 << 20).unwrap();
             });
-            let dead = when_gone.recv().unwrap();
             let leases = world.ksm.recover(dead);
             assert!(leases >= 1);
             let when = format!("gone at {step:?} {nth}");
