@@ -153,18 +153,23 @@ impl ScannerThread {
                     return;
                 }
                 left -= 1;
+                {
+                    // Said before it runs: what it does is seen at once.
+                    let mut state = watched.state();
+                    state.status = Status::Running;
+                    state.tally.restarts += 1;
+                }
                 match Scanner::spawn(&ksm, &watched, &prepare) {
                     Ok(next) => first = next,
                     Err(error) => {
                         let reason = error.to_string();
-                        watched.state().status = Status::NotRestarted { reason };
+                        let mut state = watched.state();
+                        state.status = Status::NotRestarted { reason };
+                        state.tally.restarts -= 1;
                         return;
                     }
                 }
-                let mut state = watched.state();
-                state.status = Status::Running;
-                state.watch = first.watch();
-                state.tally.restarts += 1;
+                watched.state().watch = first.watch();
             }
         });
         match watcher {
