@@ -277,7 +277,7 @@ impl<B: Backend> Domain<B> {
             pages_shared: sharing.rmap.pages_shared(),
             pages_sharing: sharing.rmap.pages_sharing(),
             stable_node_dups: sharing.rmap.live() - self.stable.len() as u64,
-            frames_lingering: sharing.rmap.nodes().count() as u64 - sharing.rmap.live(),
+            frames_lingering: sharing.rmap.known() - sharing.rmap.live(),
             metadata_bytes: sharing.rmap.bytes() + trees,
         }
     }

@@ -66,6 +66,8 @@ pub(crate) struct Rmap {
     shared: u64,
     /// Nodes that are live.
     live: u64,
+    /// Nodes in all.
+    known: u64,
 }
 
 impl Default for Rmap {
@@ -77,6 +79,7 @@ impl Default for Rmap {
             sharers: 0,
             shared: 0,
             live: 0,
+            known: 0,
         }
     }
 }
@@ -90,6 +93,7 @@ impl Rmap {
             self.nodes.resize(place + 1, None);
         }
         debug_assert!(self.nodes[place].is_none());
+        self.known += 1;
         self.nodes[place] = Some(StableNode {
             fingerprint,
             sharers: 0,
@@ -126,6 +130,7 @@ impl Rmap {
     /// Forgets a frame that nothing maps or names.
     pub(crate) fn remove_node(&mut self, frame: FrameId) {
         let node = self.nodes[frame.0 as usize].take();
+        self.known -= u64::from(node.is_some());
         debug_assert!(node.is_none_or(|node| node.named == 0 && node.sharers == 0));
     }
 
@@ -235,6 +240,11 @@ impl Rmap {
     /// Sharers beyond the first of each frame: `pages_sharing`.
     pub(crate) const fn pages_sharing(&self) -> u64 {
         self.sharers - self.shared
+    }
+
+    /// Frames that have a node.
+    pub(crate) const fn known(&self) -> u64 {
+        self.known
     }
 
     /// Frames that pages map or may come to map.

@@ -178,7 +178,7 @@ fn discard_run<B: Backend>(
         return Ok(());
     }
     guard.memory().discard(range, backing)?;
-    guard.note_own(range, |_| ());
+    guard.note_own(range);
     guard.region().pages().forget(range);
     Ok(())
 }

@@ -128,7 +128,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         match change {
             Change::Share(range) | Change::Reuse(range) => self.record_merged(range),
             Change::Zero(range) => self.record_zero(range),
-            Change::Restore(range) => self.note_own(range, |_| ()),
+            Change::Restore(range) => self.note_own(range),
         }
     }
 
@@ -155,14 +155,13 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     }
 
     fn record_zero(&self, range: PageRange) {
-        let zero = |record: &mut Record| {
-            record.class = Class::Zero;
-            record.outcome = Outcome::Zeroed;
-        };
-        self.note_own(range, zero);
+        self.note_own(range);
         let mut pages = self.region().pages();
         for page in range.iter() {
-            pages.update(page, zero);
+            pages.update(page, |record| {
+                record.class = Class::Zero;
+                record.outcome = Outcome::Zeroed;
+            });
         }
     }
 }

@@ -198,8 +198,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     }
 
     /// The mappings of `range` were replaced by the region's own memory.
-    /// `change` is applied to the record of each page that was over a frame.
-    pub(crate) fn note_own(&self, range: PageRange, change: impl Fn(&mut Record)) {
+    pub(crate) fn note_own(&self, range: PageRange) {
         let runs = self.region.pages().frame_runs(range);
         for page in runs.into_iter().flat_map(PageRange::iter) {
             let old = self.region.pages().get(page);
@@ -208,7 +207,6 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
                 if matches!(record.class, Class::Merged(_)) {
                     record.class = Class::Volatile;
                 }
-                change(record);
             });
             let Some(frame) = old.frame else { continue };
             if let Class::Merged(item) = old.class {
