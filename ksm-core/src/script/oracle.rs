@@ -86,8 +86,6 @@ impl<'a> Census<'a> {
             Cell::Dropped => self.perhaps_zeros += 1,
             Cell::Written(bytes) if !fit => {
                 self.unfit += 1;
-                // It was a zero page, and was written and swapped out since, unseen.
-                self.perhaps_zeros += u64::from(bytes.is_zero());
                 self.unfit_contents.insert(bytes.bytes());
             }
             Cell::Written(bytes) if bytes.is_zero() => self.zeros += 1,
