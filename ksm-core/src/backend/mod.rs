@@ -296,6 +296,12 @@ pub trait Memory: Debug + Send + Sync + 'static {
     /// The copies are still held.
     fn restore(&self, range: PageRange) -> Result<(), BackendError>;
 
+    /// Whether pages that were restored need no mapping of their own beside the
+    /// guest's other private pages: only then does it give mappings back.
+    fn rejoins(&self) -> bool {
+        false
+    }
+
     /// Ends a stop: every page of `range` that is still held goes back to where
     /// it was, with its bytes, and whoever waited for any page of `range` is
     /// woken. `backing` is what the range had when it was stopped; parts of it

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use super::anchor::Anchors;
 use super::caps::{Host, StopMethod};
 use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
@@ -41,6 +42,7 @@ pub struct LinuxMemory {
     pub(super) by_move: bool,
     pub(super) staging: Staging,
     pub(super) journal: Journal,
+    pub(super) anchors: Anchors,
     /// Given up last, when nothing is stopped or registered any more.
     claim: Mutex<Option<Claim>>,
 }
@@ -76,7 +78,7 @@ impl LinuxMemory {
             vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?
         };
         // From here on dropping it undoes what was done.
-        let memory = Self {
+        let mut memory = Self {
             host,
             source,
             span,
@@ -86,9 +88,11 @@ impl LinuxMemory {
             by_move,
             staging,
             journal: Journal::default(),
+            anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         };
         memory.take_over(address)?;
+        memory.anchors = memory.drop_anchors();
         Ok(memory)
     }
 
@@ -322,6 +326,11 @@ impl Memory for LinuxMemory {
             Backing::Own => self.drop_zeroed(range),
             Backing::Frame => self.map_zeros(range),
         }
+    }
+
+    /// A memfd's mappings are numbered by its offsets.
+    fn rejoins(&self) -> bool {
+        self.memfd.is_some() || self.anchors.hold()
     }
 
     fn restore(&self, range: PageRange) -> Result<(), BackendError> {

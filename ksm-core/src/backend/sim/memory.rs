@@ -254,6 +254,10 @@ impl Memory for SimMemory {
         self.call(range, |world, region| world.restore(region, range))
     }
 
+    fn rejoins(&self) -> bool {
+        true
+    }
+
     fn lift(&self, range: PageRange, backing: Backing) {
         self.call(range, |world, region| world.lift(region, range, backing));
         self.host.lifted.notify_all();
