@@ -49,7 +49,8 @@ impl<B: Backend> Ksm<B> {
                 todo.or_else(|| pass.deferred.pop_front().map(|at| (at, true)))
             };
             let Some(((id, from), wait)) = next else {
-                self.end_pass(&mut scanner.journal());
+                let given_back = self.give_back()?;
+                self.end_pass(&mut scanner.journal(), given_back);
                 report.passes = 1;
                 break;
             };
@@ -92,12 +93,12 @@ impl<B: Backend> Ksm<B> {
         pass.running = true;
     }
 
-    fn end_pass(&self, pass: &mut Pass) {
+    fn end_pass(&self, pass: &mut Pass, given_back: u64) {
         pass.running = false;
         for domain in self.layout.domains() {
             domain.sweep();
         }
-        self.vmas.end_pass();
+        self.vmas.end_pass(given_back);
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -147,16 +148,18 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<(), Error> {
         let cap = u64::from(self.config.pages_per_stop).min(region.max_stop());
         let mut outcomes = OutcomeCounts::default();
-        let (wishes, held_back) = {
+        let parted = {
             let is_new = |frame| region.domain.sharers(frame) == 0;
             self.purse().admit(&region.pages(), wishes, is_new)
         };
-        self.vmas.note_held_back(held_back.len() as u64);
+        let held_back = parted.held_back;
+        self.vmas
+            .note_held_back(held_back.len() as u64, &parted.shortage);
         for wish in held_back {
             outcomes[Outcome::VmaBudget] += 1;
             region.note_outcome(wish.page, Outcome::VmaBudget);
         }
-        let mut rest = &wishes[..];
+        let mut rest = &parted.admitted[..];
         while !rest.is_empty() {
             let guard = region.lock()?;
             // A region leaves the layout before its pages are unshared, for

@@ -51,6 +51,8 @@ pub(crate) struct Region<B: Backend> {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) cow_breaks: u64,
+    pub(crate) vmas_given_back: u64,
+    pub(crate) pages_given_back: u64,
     pub(crate) pages_scanned: u64,
     pub(crate) outcomes: OutcomeCounts,
 }
@@ -84,6 +86,11 @@ impl<B: Backend> Region<B> {
     /// The longest run that can be stopped at once, in pages.
     pub(crate) fn max_stop(&self) -> u64 {
         self.memory.max_stop()
+    }
+
+    /// Whether its mappings can be given back at all.
+    pub(crate) fn gives_back(&self) -> bool {
+        self.options.dma_guarded && self.memory.rejoins()
     }
 
     /// Takes the lease, waiting in turn.
@@ -148,6 +155,8 @@ impl<B: Backend> Region<B> {
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
             vmas,
+            vmas_given_back: tally.vmas_given_back,
+            pages_given_back: tally.pages_given_back,
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,
