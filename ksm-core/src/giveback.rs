@@ -8,7 +8,9 @@
 //! with what is beside it.
 //!
 //! This comes to rest: each time, copies that the guest's writes made turn into
-//! pages of its own, and a mapping that is fresh has none.
+//! pages of its own, and a mapping that is fresh has none. (So mappings without a
+//! copy stay even where nobody else shares their frames any more: a page whose
+//! equal is held back would be merged and given back for ever.)
 
 use std::cmp::Ordering;
 
@@ -16,7 +18,7 @@ use crate::backend::Backend;
 use crate::error::BackendError;
 use crate::fault::{self, Step};
 use crate::outcome::Outcome;
-use crate::page::{PageIndex, PageRange};
+use crate::page::{FrameId, PageIndex, PageRange};
 use crate::region::{Class, HeldByThisThread, PageTable, Region, RegionGuard, is_seam};
 use crate::unshare;
 
@@ -30,8 +32,8 @@ const LOOK_PAGES: u64 = 1 << 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stretch {
     pub(crate) range: PageRange,
-    /// Pages of it that are merged still.
-    pub(crate) merged: u64,
+    /// Pages of it that share their frames with others.
+    pub(crate) sharing: u64,
     /// Mappings fewer once it is the guest's own memory, at least 1.
     pub(crate) gained: u64,
 }
@@ -39,7 +41,7 @@ pub(crate) struct Stretch {
 impl Stretch {
     /// Orders by the pages lost for a mapping gained.
     pub(crate) fn by_price(&self, other: &Self) -> Ordering {
-        (self.merged * other.gained).cmp(&(other.merged * self.gained))
+        (self.sharing * other.gained).cmp(&(other.sharing * self.gained))
     }
 }
 
@@ -48,11 +50,20 @@ impl Stretch {
 struct Mapping {
     range: PageRange,
     merged: u64,
+    /// Those of them that others share.
+    sharing: u64,
 }
 
 impl Mapping {
     const fn is_broken(&self) -> bool {
         2 * self.merged < self.range.len()
+    }
+
+    /// Adds what comes right behind.
+    fn add(&mut self, next: &Self) {
+        self.range.end = next.range.end;
+        self.merged += next.merged;
+        self.sharing += next.sharing;
     }
 }
 
@@ -61,15 +72,20 @@ pub(crate) fn stretches<B: Backend>(region: &Region<B>) -> Vec<Stretch> {
     let mut stretches = Vec::new();
     if region.pages().counts().copied > 0 {
         for part in region.range().chunks(LOOK_PAGES) {
-            stretches.extend(stretches_in(&region.pages(), part));
+            let shares = |frame| region.domain.sharers(frame) > 1;
+            stretches.extend(stretches_in(&region.pages(), part, shares));
         }
     }
     stretches
 }
 
-fn stretches_in(pages: &PageTable, within: PageRange) -> Vec<Stretch> {
+fn stretches_in(
+    pages: &PageTable,
+    within: PageRange,
+    shares: impl Fn(FrameId) -> bool,
+) -> Vec<Stretch> {
     let mut broken: Vec<Mapping> = Vec::new();
-    for mapping in mappings(pages, within) {
+    for mapping in mappings(pages, within, shares) {
         if !mapping.is_broken() || mapping.range.len() > STRETCH_PAGES {
             continue;
         }
@@ -78,17 +94,16 @@ fn stretches_in(pages: &PageTable, within: PageRange) -> Vec<Stretch> {
                 if last.range.end == mapping.range.start
                     && last.range.len() + mapping.range.len() <= STRETCH_PAGES =>
             {
-                last.range.end = mapping.range.end;
-                last.merged += mapping.merged;
+                last.add(&mapping);
             }
             _ => broken.push(mapping),
         }
     }
-    let stretch = |Mapping { range, merged }| {
+    let stretch = |Mapping { range, sharing, .. }| {
         let gained = gained(pages, range);
         (gained > 0).then_some(Stretch {
             range,
-            merged,
+            sharing,
             gained,
         })
     };
@@ -96,23 +111,26 @@ fn stretches_in(pages: &PageTable, within: PageRange) -> Vec<Stretch> {
 }
 
 /// The mappings of frames in `within`, cut off at its ends.
-fn mappings(pages: &PageTable, within: PageRange) -> Vec<Mapping> {
+fn mappings(
+    pages: &PageTable,
+    within: PageRange,
+    shares: impl Fn(FrameId) -> bool,
+) -> Vec<Mapping> {
     let mut mappings: Vec<Mapping> = Vec::new();
     let mut before = None;
     for (page, record) in pages.seen(within) {
-        if record.frame.is_none() {
-            continue;
-        }
-        let merged = u64::from(matches!(record.class, Class::Merged(_)));
-        match mappings.last_mut() {
-            Some(last) if last.range.end == page && !is_seam(before, record.frame) => {
-                last.range.end = page.plus(1);
-                last.merged += merged;
-            }
-            _ => mappings.push(Mapping {
-                range: PageRange::one(page),
-                merged,
-            }),
+        let Some(frame) = record.frame else { continue };
+        let merged = matches!(record.class, Class::Merged(_));
+        let goes_on =
+            |last: &&mut Mapping| last.range.end == page && !is_seam(before, record.frame);
+        let one = Mapping {
+            range: PageRange::one(page),
+            merged: u64::from(merged),
+            sharing: u64::from(merged && shares(frame)),
+        };
+        match mappings.last_mut().filter(goes_on) {
+            Some(last) => last.add(&one),
+            None => mappings.push(one),
         }
         before = record.frame;
     }
@@ -207,7 +225,6 @@ fn take_off_frames<B: Backend>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::FrameId;
     use crate::region::Record;
     use crate::rmap::ItemId;
 
@@ -236,17 +253,19 @@ mod tests {
 
     fn found(len: u64, frames: &[Option<u32>]) -> Vec<(u64, u64, u64, u64)> {
         let table = table(len, frames);
-        let mut found = stretches_in(&table, PageRange::new(PageIndex(0), len));
+        // Frame 8 has one sharer only.
+        let shares = |frame| frame != FrameId(8);
+        let mut found = stretches_in(&table, PageRange::new(PageIndex(0), len), shares);
         found.sort_by(Stretch::by_price);
         found
             .iter()
             .map(|stretch| {
                 let Stretch {
                     range,
-                    merged,
+                    sharing,
                     gained,
                 } = *stretch;
-                (range.start.0, range.len(), merged, gained)
+                (range.start.0, range.len(), sharing, gained)
             })
             .collect()
     }
@@ -282,7 +301,13 @@ mod tests {
 
     #[test]
     fn cheap_ones_come_first() {
-        let frames = [Some(7), Some(8), Some(9), None, Some(5)];
+        let frames = [Some(5), Some(6), Some(7), None, Some(5)];
         assert_eq!(found(100, &frames), [(6, 1, 0, 2), (2, 3, 1, 2)]);
+    }
+
+    #[test]
+    fn a_page_that_nobody_shares_costs_nothing() {
+        assert_eq!(found(100, &[Some(7), Some(8), Some(9)]), [(2, 3, 0, 2)]);
+        assert_eq!(found(100, &[Some(8)]), [], "but it is not broken");
     }
 }

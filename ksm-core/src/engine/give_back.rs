@@ -29,7 +29,7 @@ impl<B: Backend> Ksm<B> {
         let (mut given_back, mut pages) = (0, PAGES_PER_PASS);
         for (region, stretch) in stretches {
             // Those behind it cost more.
-            if given_back >= shortage.demand(stretch.merged, stretch.gained) {
+            if given_back >= shortage.demand(stretch.sharing, stretch.gained) {
                 break;
             }
             let Some(left) = pages.checked_sub(stretch.range.len()) else {
