@@ -149,6 +149,11 @@ impl VmaBudget {
         state.shortage.add(shortage);
     }
 
+    /// A pass begins anew: what one that never ended was short of does not count.
+    pub(crate) fn start_pass(&self) {
+        self.state.lock().shortage = Shortage::default();
+    }
+
     /// What was short in this pass, so far.
     pub(crate) fn shortage(&self) -> Shortage {
         self.state.lock().shortage

@@ -85,6 +85,7 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.start_pass();
         }
+        self.vmas.start_pass();
         let regions = self.layout.regions();
         pass.todo = regions
             .iter()
