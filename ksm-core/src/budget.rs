@@ -51,10 +51,11 @@ const WORTHS: usize = 12;
 pub(crate) struct Shortage([u64; WORTHS]);
 
 impl Shortage {
-    /// A run of `pages` misses `mappings`, for which it would be charged `charge`.
-    fn note(&mut self, pages: u64, mappings: u64, charge: u64) {
+    /// A run of `pages` misses `mappings`. The other side of a new frame misses
+    /// its own.
+    fn note(&mut self, pages: u64, mappings: u64) {
         let worth = (2 * pages / mappings).max(1).ilog2() as usize;
-        self.0[worth.min(WORTHS - 1)] += charge;
+        self.0[worth.min(WORTHS - 1)] += mappings;
     }
 
     fn add(&mut self, other: &Self) {
@@ -99,11 +100,8 @@ enum Verdict {
     Admitted,
     /// Others may come that save more.
     NotWorth,
-    /// This many mappings are not left, a new frame counted twice.
-    Short {
-        mappings: u64,
-        charge: u64,
-    },
+    /// This many mappings are not left.
+    Short(u64),
 }
 
 /// What is left for one region's merges.
@@ -200,8 +198,8 @@ impl Purse {
             match self.spend(pages, before, run, times) {
                 Verdict::Admitted => parted.admitted.extend(run),
                 Verdict::NotWorth => parted.held_back.extend(run),
-                Verdict::Short { mappings, charge } => {
-                    parted.shortage.note(run.len() as u64, mappings, charge);
+                Verdict::Short(mappings) => {
+                    parted.shortage.note(run.len() as u64, mappings);
                     parted.held_back.extend(run);
                 }
             }
@@ -225,7 +223,7 @@ impl Purse {
                 return Verdict::NotWorth;
             }
             if charge > self.left {
-                return Verdict::Short { mappings, charge };
+                return Verdict::Short(mappings);
             }
         }
         self.left = self.left - charge + gained.saturating_sub(cost);
@@ -319,7 +317,7 @@ mod tests {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
         let parted = purse.admit(&PageTable::default(), run(10, 0, 40).collect(), |_| true);
         assert!(parted.admitted.is_empty());
-        assert_eq!(parted.shortage.demand(0, 1), 4);
+        assert_eq!(parted.shortage.demand(0, 1), 2);
     }
 
     #[test]
@@ -344,7 +342,7 @@ mod tests {
         let budget = VmaBudget::new(Some(1 << 20));
         assert_eq!(admit(&budget, 0), (45, 0));
         let mut shortage = Shortage::default();
-        shortage.note(40, 2, 2);
+        shortage.note(40, 2);
         budget.note_held_back(40, &shortage);
         budget.end_pass(2);
         for expected in [(40, 5), (40, 5), (44, 1), (44, 1), (45, 0), (45, 0)] {
