@@ -155,11 +155,10 @@ impl World {
         assert!(self.ksm.stats().vmas <= Self::BUDGET, "{when}");
     }
 
-    fn count(&self, pages: impl Iterator<Item = u64>, outcome: Outcome) -> usize {
+    fn count(&self, pages: impl Iterator<Item = u64>, outcome: Outcome) -> u64 {
         let explain = |page| self.ksm.explain(self.guests[0].1, PageIndex(page)).unwrap();
-        pages
-            .filter(|&page| explain(page).outcome == outcome)
-            .count()
+        let pages = pages.filter(|&page| explain(page).outcome == outcome);
+        pages.count() as u64
     }
 }
 
@@ -196,7 +195,7 @@ fn what_was_rewritten_gives_its_mappings_to_runs_that_wait() {
         for _ in 0..3 {
             world.pass("held back");
         }
-        let runs = (RUNS * RUN) as usize;
+        let runs = RUNS * RUN;
         assert_eq!(world.count(World::runs(), Outcome::VmaBudget), runs);
         assert_eq!(world.ksm.stats().vmas_given_back, 0, "nothing was written");
 
@@ -227,7 +226,7 @@ fn what_was_rewritten_gives_its_mappings_to_runs_that_wait() {
             0,
             "{kind:?}"
         );
-        let sharing = world.ksm.stats().pages_sharing as usize;
+        let sharing = world.ksm.stats().pages_sharing;
         assert!(sharing >= runs, "{kind:?}: {sharing}");
 
         for (guest, region) in &world.guests {
