@@ -19,10 +19,10 @@ impl<B: Backend> Ksm<B> {
             return Ok(0);
         }
         let mut stretches = Vec::new();
-        for region in self.layout.regions() {
+        for region in self.layout.regions().iter() {
             if region.gives_back() {
-                let found = giveback::stretches(&region).into_iter();
-                stretches.extend(found.map(|stretch| (Arc::clone(&region), stretch)));
+                let found = giveback::stretches(region).into_iter();
+                stretches.extend(found.map(|stretch| (Arc::clone(region), stretch)));
             }
         }
         stretches.sort_by(|(_, one), (_, other)| one.by_price(other));
@@ -37,7 +37,7 @@ impl<B: Backend> Ksm<B> {
             };
             pages = left;
             let cap = u64::from(self.config.pages_per_stop).min(region.max_stop());
-            let is_registered = || self.layout.region(region.id).is_ok();
+            let is_registered = || self.layout.stands(&region);
             given_back += giveback::give_back(&region, &stretch, cap, is_registered)?;
         }
         Ok(given_back)

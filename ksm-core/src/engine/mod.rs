@@ -6,6 +6,7 @@ mod pass;
 mod pin;
 mod quiesce;
 mod report;
+mod turn;
 
 pub use quiesce::Quiesced;
 pub use report::Explanation;
@@ -52,6 +53,8 @@ pub struct Ksm<B: Backend> {
     backend: B,
     config: Config,
     layout: Layout<B>,
+    /// Guards the whole layout, by a policy that is not the default.
+    layout_lock: Lease<()>,
     /// The right to scan; what it carries is where the pass stands.
     scanner: Lease<Pass>,
     full_scans: AtomicU64,
@@ -82,6 +85,7 @@ impl<B: Backend> Ksm<B> {
             backend,
             config,
             layout: Layout::default(),
+            layout_lock: Lease::new(),
             scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
             retired: crate::sync::Mutex::default(),
@@ -125,6 +129,7 @@ impl<B: Backend> Ksm<B> {
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
         let domain = self.layout.domain_of(space)?;
+        let _layout = self.layout_turn()?;
         let memory = self.backend.attach(source, options)?;
         let pages = memory.len();
         if pages > Place::MAX_PAGES {
@@ -150,6 +155,7 @@ impl<B: Backend> Ksm<B> {
     /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        let _layout = self.layout_turn()?;
         if !region.pins.close() {
             return Err(Error::Pinned { region: region.id });
         }
@@ -229,7 +235,7 @@ impl<B: Backend> Ksm<B> {
     /// stays so.
     pub fn unmerge(&self, target: Target) -> Result<u64, Error> {
         let regions = match target {
-            Target::All => self.layout.regions(),
+            Target::All => self.layout.regions().iter().cloned().collect(),
             Target::Space(space) => self.layout.regions_of(space)?,
             Target::Pages(region, range) => {
                 let region = self.region_with(region, range)?;

@@ -65,9 +65,7 @@ impl<B: Backend> Ksm<B> {
             outcomes: retired.outcomes,
             ..Stats::default()
         };
-        let mut regions = self.layout.regions();
-        regions.retain(|region| Arc::ptr_eq(&region.domain, domain));
-        for region in regions {
+        for region in self.layout.regions().of_domain(domain) {
             let memory = region.stats();
             stats.pages_unshared += memory.pages_unshared;
             stats.pages_volatile += memory.pages_volatile;
@@ -148,9 +146,7 @@ impl<B: Backend> Ksm<B> {
     pub fn check(&self) -> Result<(), String> {
         for domain in self.layout.domains() {
             let mut named = HashMap::new();
-            let mut regions = self.layout.regions();
-            regions.retain(|region| Arc::ptr_eq(&region.domain, &domain));
-            for region in regions {
+            for region in self.layout.regions().of_domain(&domain) {
                 for (_, record) in region.pages().seen(region.range()) {
                     let Some(frame) = record.frame else { continue };
                     let (names, sharers) = named.entry(frame).or_insert((0, 0));
