@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ksm_core::backend::linux::LinuxBackend;
-use ksm_core::backend::{Backing, Memory, RegionOptions};
+use ksm_core::backend::{Backend, Backing, Memory, RegionOptions};
 use ksm_core::page::{FrameId, PageIndex};
 use ksm_core::{Config, Ksm, Outcome, RegionId};
-use linux_common::{Bench, Guest, KINDS, Kind, Vcpu, pages};
+use linux_common::{Bench, DirectFile, Guest, KINDS, Kind, Ring, Vcpu, pages};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 const PAGES: u64 = 256;
@@ -42,6 +42,34 @@ fn registering_changes_no_page_and_no_mapping() {
         assert_eq!(guest.mappings(), before, "{kind:?}");
         assert_eq!(bench.guest.ends(0), (3, 3));
         assert_eq!(bench.runs(pages(0, PAGES))[0].range, pages(0, PAGES));
+    }
+}
+
+/// While a region is registered its first page is away for a moment.
+#[test]
+fn registering_loses_no_write_and_no_pin() {
+    const TIMES: u64 = 100;
+    let options = RegionOptions { dma_guarded: true };
+    let file = DirectFile::new([21, 22]);
+    for kind in KINDS {
+        let guest = kind.guest(PAGES);
+        // A device uses the first page of this one all the while.
+        let used = kind.guest(PAGES);
+        let mut ring = Ring::new(&used, pages(0, 1));
+        let before = guest.mappings() + used.mappings();
+        let stop = Arc::new(AtomicBool::new(false));
+        let vcpus = [0, 1].map(|page| counts(&guest, &stop, vec![page]));
+        let backend = kind.backend();
+        for nth in 0..TIMES {
+            let memory = [&guest, &used].map(|guest| backend.attach(guest.source(), options));
+            assert!(memory.iter().flatten().all(Memory::rejoins), "{kind:?}");
+            ring.read(&file, nth % 2);
+            assert_eq!(used.ends(0).0, 21 + u8::from(nth % 2 == 1), "{kind:?}");
+        }
+        assert_eq!(guest.mappings() + used.mappings(), before, "{kind:?}");
+        stop.store(true, Ordering::Release);
+        vcpus.into_iter().for_each(Vcpu::runs_on);
+        assert!(guest.0.read_obj::<u64>(at(0, 0)).unwrap() > TIMES);
     }
 }
 
@@ -166,14 +194,14 @@ const fn at(page: u64, offset: u64) -> MemoryRegionAddress {
     MemoryRegionAddress(page * 4096 + offset)
 }
 
-/// A vCPU that counts in every page that stands alone until it is told to stop,
-/// and would notice a write that is lost.
-fn counts(guest: &Guest, stop: &Arc<AtomicBool>) -> Vcpu {
+/// A vCPU that counts in each of these pages until it is told to stop, and would
+/// notice a write that is lost.
+fn counts(guest: &Guest, stop: &Arc<AtomicBool>, pages: Vec<u64>) -> Vcpu {
     let (guest, stop) = (guest.clone(), Arc::clone(stop));
     Vcpu::run(move || {
         let mut count = 0_u64;
         while !stop.load(Ordering::Acquire) {
-            for page in World::singles() {
+            for &page in &pages {
                 let is: u64 = guest.0.read_obj(at(page, 0)).unwrap();
                 assert_eq!(is, count, "page {page}");
                 guest.0.write_obj(count + 1, at(page, 0)).unwrap();
@@ -203,7 +231,7 @@ fn what_was_rewritten_gives_its_mappings_to_runs_that_wait() {
         let vcpus = world
             .guests
             .each_ref()
-            .map(|(guest, _)| counts(guest, &stop));
+            .map(|(guest, _)| counts(guest, &stop, World::singles().collect()));
         for (guest, _) in &world.guests {
             // Or a pass could come before the first writes.
             linux_common::eventually(|| {
