@@ -36,24 +36,35 @@ const ANCHOR_PAGES: u64 = 2;
 #[derive(Debug, Default)]
 pub(super) struct Anchors {
     of_parts: Vec<Anchor>,
-    /// The last copy could not be made.
+    /// The last copy could not be made, for want of mappings or address space.
     broken: AtomicBool,
 }
 
 impl Anchors {
-    /// Whether what is moved into place becomes one with its neighbours.
+    /// Whether what is moved into place becomes one with its neighbours. Where it
+    /// did not the last time, this tries anew.
     pub(super) fn hold(&self) -> bool {
-        !self.of_parts.is_empty() && !self.broken.load(Ordering::Relaxed)
+        if self.broken.load(Ordering::Relaxed) {
+            let far = |anchor: &Anchor| anchor.copy(anchor.pages - 1, 1).is_ok();
+            let hold = self.of_parts.iter().all(far);
+            self.broken.store(!hold, Ordering::Relaxed);
+            return hold;
+        }
+        !self.of_parts.is_empty()
     }
 }
 
 /// Address space without a page, numbered as the first pages of a mapping.
 #[derive(Debug)]
-struct Anchor(Span);
+struct Anchor {
+    span: Span,
+    /// Pages of the mapping.
+    pages: u64,
+}
 
 impl Drop for Anchor {
     fn drop(&mut self) {
-        mapping::unmap(self.0);
+        mapping::unmap(self.span);
     }
 }
 
@@ -81,13 +92,14 @@ impl Anchor {
         if grown.is_err() {
             mapping::unmap(away);
         }
-        grown.map(Self)
+        let pages = part.pages();
+        grown.map(|span| Self { span, pages })
     }
 
     /// Memory of zeros, numbered as the `pages` pages of the mapping from its
     /// `nth` on.
     fn copy(&self, nth: u64, pages: u64) -> Result<Scratch, Errno> {
-        let copy = Scratch::of(mapping::move_pages_away(self.0.part(0, 1))?);
+        let copy = Scratch::of(mapping::move_pages_away(self.span.part(0, 1))?);
         let grown = mapping::grow(copy.span(), nth + pages)?;
         std::mem::forget(copy); // It has grown.
         if nth > 0 {
@@ -110,6 +122,8 @@ fn move_back(host: &Host, from: Span, page: Span) {
         let copied = mapping::is_mapped(page)
             && matches!(host.uffd.copy_page(page, from), Ok(()) | Err(Errno::EXIST));
         if copied {
+            // What is copied from the anchor later is to be zero.
+            let _ = mapping::drop_pages(from);
             return;
         }
         std::thread::sleep(RETRY_PAUSE);
@@ -140,7 +154,8 @@ impl LinuxMemory {
             (absent, huge) = (false, run.is.huge());
         })?;
         if huge && !self.by_move {
-            // It would be split for nothing.
+            // This would split it. Moving does so with every part that it merges;
+            // but where pages are protected, huge ones stay whole.
             return Err(Errno::NOTSUP);
         }
         let uffd = &self.host.uffd;
