@@ -78,6 +78,7 @@ pub mod error;
 pub mod fault;
 mod fingerprint;
 mod frames;
+mod giveback;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals;

@@ -155,8 +155,9 @@ impl PageRange {
         assert!(len > 0, "chunks of no page");
         let mut start = self.start;
         std::iter::from_fn(move || {
-            let piece = Self::new(start, len).intersection(self);
-            start = piece.end;
+            let end = PageIndex(start.0.saturating_add(len)).min(self.end);
+            let piece = Self { start, end };
+            start = end;
             (!piece.is_empty()).then_some(piece)
         })
     }
@@ -279,6 +280,10 @@ mod tests {
         let range = PageRange::new(PageIndex(3), 10);
         let pieces: Vec<_> = range.chunks(4).map(|p| (p.start.0, p.len())).collect();
         assert_eq!(pieces, [(3, 4), (7, 4), (11, 2)]);
+        let whole: Vec<_> = range.chunks(u64::MAX).collect();
+        assert_eq!(whole, [range]);
+        let nothing = PageRange::new(PageIndex(7), 0);
+        assert_eq!(nothing.chunks(1).count(), 0);
         assert_eq!(
             range.intersection(PageRange::new(PageIndex(20), 1)).len(),
             0

@@ -2,6 +2,7 @@
 
 use crate::backend::{Backend, Backing, Memory, PageState};
 use crate::error::{BackendError, Error};
+use crate::fault::{self, Step};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Change, Class, Region, RegionGuard};
 
@@ -49,7 +50,7 @@ pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
 
 /// One try. Returns how many pages got a copy, how many are left, and what the
 /// host said.
-fn break_cow<B: Backend>(
+pub(crate) fn break_cow<B: Backend>(
     guard: &RegionGuard<'_, B>,
     chunk: PageRange,
 ) -> (u64, u64, Option<BackendError>) {
@@ -71,7 +72,10 @@ fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
 
 /// The stretches of `range` whose pages are merged, as far as is known. Pages
 /// are only ever populated here: one that was never merged is not touched.
-fn merged_runs<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Vec<PageRange> {
+pub(crate) fn merged_runs<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    range: PageRange,
+) -> Vec<PageRange> {
     let mut runs: Vec<PageRange> = Vec::new();
     for (page, record) in guard.region().pages().seen(range) {
         match (record.class, runs.last_mut()) {
@@ -126,17 +130,21 @@ pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
     Ok(())
 }
 
-fn restore_runs<B: Backend>(
+/// Puts private pages in place of the copied pages of each of `runs`.
+pub(crate) fn restore_runs<B: Backend>(
     guard: &RegionGuard<'_, B>,
     runs: &[PageRange],
 ) -> Result<(), BackendError> {
     for &run in runs {
         let landing = guard.take_off(run, Backing::Frame, Vec::new());
+        fault::point(Step::Stopping);
         let held = guard.memory().stop(run, Backing::Frame)?;
+        fault::point(Step::Stopped);
         for range in held.held {
             guard.change(Change::Restore(range), || guard.memory().restore(range))?;
         }
         drop(landing);
+        fault::point(Step::Lifted);
         if !held.refused.is_empty() {
             return Err(BackendError::Again);
         }

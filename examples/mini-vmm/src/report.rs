@@ -191,6 +191,10 @@ pub(crate) struct Report {
     pub(crate) vmas: u64,
     /// How many more those are than before.
     pub(crate) vmas_added: i64,
+    /// Mappings given back where what they were made for was mostly written to.
+    pub(crate) vmas_given_back: u64,
+    /// Pages that were taken off frames for that.
+    pub(crate) pages_given_back: u64,
     /// What was merged of what there was in images.
     #[serde(flatten)]
     pub(crate) images: Option<ImageReport>,

@@ -85,10 +85,11 @@ pub trait Backend: Send + Sync + 'static {
 pub struct RegionOptions {
     /// All DMA to this memory (`O_DIRECT`, fixed `io_uring` buffers, VFIO) goes
     /// through pin guards ([`Ksm::pin`](crate::Ksm::pin)), or there is none. Only
-    /// then are copied pages merged again: on them no host call can tell whether
-    /// a device still writes to the copy, so **what a device writes to such
-    /// memory without a guard can be lost**. Off by default: then DMA needs no
-    /// guards, and a page that was merged and written to since stays as it is.
+    /// then are copied pages merged again, and their mappings given back: on them
+    /// no host call can tell whether a device still writes to the copy, so **what
+    /// a device writes to such memory without a guard can be lost**. Off by
+    /// default: then DMA needs no guards, and a page that was merged and written to
+    /// since stays as it is.
     pub dma_guarded: bool,
 }
 
@@ -324,6 +325,12 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// The copies are still held.
     fn restore(&self, range: PageRange) -> Result<(), BackendError>;
+
+    /// Whether pages that were restored need no mapping of their own beside the
+    /// guest's other private pages: only then does it give mappings back.
+    fn rejoins(&self) -> bool {
+        false
+    }
 
     /// Ends a stop: every page of `range` that is still held goes back to where
     /// it was, with its bytes, and whoever waited for any page of `range` is

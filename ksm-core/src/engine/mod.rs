@@ -2,6 +2,7 @@
 //! here; a pass, DMA, holding still, and counters have modules of their own.
 
 mod fork;
+mod give_back;
 mod pass;
 mod pin;
 mod quiesce;
@@ -70,6 +71,8 @@ pub struct Ksm<B: Backend> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Retired {
     cow_breaks: u64,
+    vmas_given_back: u64,
+    pages_given_back: u64,
     pages_scanned: u64,
     outcomes: OutcomeCounts,
 }
@@ -210,6 +213,8 @@ impl<B: Backend> Ksm<B> {
         let mut retired = self.retired.lock();
         let sums = retired.entry(region.domain.id).or_default();
         sums.cow_breaks += tally.cow_breaks;
+        sums.vmas_given_back += tally.vmas_given_back;
+        sums.pages_given_back += tally.pages_given_back;
         sums.pages_scanned += tally.pages_scanned;
         sums.outcomes.add(&tally.outcomes);
     }

@@ -75,7 +75,8 @@ impl<B: Backend> Ksm<B> {
                     report.second_traversals += 1;
                     continue;
                 }
-                self.end_pass(&mut scanner.journal());
+                let given_back = self.give_back()?;
+                self.end_pass(&mut scanner.journal(), given_back);
                 report.passes = 1;
                 break;
             };
@@ -114,6 +115,7 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.start_pass();
         }
+        self.vmas.start_pass();
         self.take_in(pass, 0);
         pass.rounds = 1;
     }
@@ -143,12 +145,12 @@ impl<B: Backend> Ksm<B> {
         !pass.todo.is_empty()
     }
 
-    fn end_pass(&self, pass: &mut Pass) {
+    fn end_pass(&self, pass: &mut Pass, given_back: u64) {
         pass.taken_in = None;
         for domain in self.layout.domains() {
             domain.sweep();
         }
-        self.vmas.end_pass();
+        self.vmas.end_pass(given_back);
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -217,16 +219,18 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<(), Error> {
         let limits = self.limits(region);
         let mut outcomes = OutcomeCounts::default();
-        let (wishes, held_back) = {
+        let parted = {
             let is_new = |frame| region.domain.sharers(frame) == 0;
             self.purse(aim).admit(&region.pages(), wishes, is_new)
         };
-        self.vmas.note_held_back(held_back.len() as u64);
+        let held_back = parted.held_back;
+        self.vmas
+            .note_held_back(held_back.len() as u64, &parted.shortage);
         for wish in held_back {
             outcomes[Outcome::VmaBudget] += 1;
             region.note_outcome(wish.page, Outcome::VmaBudget);
         }
-        let mut rest = &wishes[..];
+        let mut rest = &parted.admitted[..];
         while !rest.is_empty() {
             let guard = match self.turn(region, Patience::Wait)? {
                 Turn::Now(guard) => guard,

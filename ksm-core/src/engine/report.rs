@@ -64,6 +64,8 @@ impl<B: Backend> Ksm<B> {
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
             cow_breaks: retired.cow_breaks,
+            vmas_given_back: retired.vmas_given_back,
+            pages_given_back: retired.pages_given_back,
             pages_scanned: retired.pages_scanned,
             outcomes: retired.outcomes,
             ..Stats::default()
@@ -75,6 +77,8 @@ impl<B: Backend> Ksm<B> {
             stats.ksm_zero_pages += memory.ksm_zero_pages;
             stats.vmas += memory.vmas;
             stats.cow_breaks += memory.cow_breaks;
+            stats.vmas_given_back += memory.vmas_given_back;
+            stats.pages_given_back += memory.pages_given_back;
             stats.outcomes.add(&memory.outcomes);
             stats.pages_scanned += region.tally().pages_scanned;
             stats.metadata_bytes += region.pages().bytes();

@@ -90,6 +90,8 @@ impl From<NoLease> for Error {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) cow_breaks: u64,
+    pub(crate) vmas_given_back: u64,
+    pub(crate) pages_given_back: u64,
     pub(crate) pages_scanned: u64,
     pub(crate) outcomes: OutcomeCounts,
 }
@@ -215,6 +217,11 @@ impl<B: Backend> Region<B> {
         self.pins.reopen(self.linear_range());
     }
 
+    /// Whether its mappings can be given back at all.
+    pub(crate) fn gives_back(&self) -> bool {
+        self.options.dma_guarded && self.memory.rejoins()
+    }
+
     /// Takes the lease, waiting in turn.
     pub(crate) fn lock(&self) -> Result<RegionGuard<'_, B>, NoLease> {
         self.if_here(self.guard(self.lease.lock()?))
@@ -297,6 +304,8 @@ impl<B: Backend> Region<B> {
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
             vmas,
+            vmas_given_back: tally.vmas_given_back,
+            pages_given_back: tally.pages_given_back,
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,

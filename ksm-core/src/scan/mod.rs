@@ -255,7 +255,8 @@ impl<B: Backend> Window<'_, '_, B> {
 
     /// The frame that continues a block of that content behind `previous`.
     fn extend(&self, previous: Option<FrameId>, fingerprint: Fingerprint) -> Option<FrameId> {
-        let previous = previous?;
+        // Where blocks are only a chain, a run in one wastes frames.
+        let previous = previous.filter(|_| self.survey.config.stretch_pages != u32::MAX)?;
         let planned = self.planned.get(&previous.plus(1)).copied().unwrap_or(0);
         let max = self.survey.config.max_page_sharing.saturating_sub(planned);
         self.survey.plan.extend(previous, fingerprint, max)

@@ -8,8 +8,9 @@ use crate::page::{PageRange, bytes_in};
 use crate::stats::Stats;
 
 /// Passes after which calm memory has settled. A page needs one pass to be seen,
-/// one to be stable, one to be merged; a frame that went meanwhile, some more.
-const MAX_PASSES: u32 = 20;
+/// one to be stable, one to be merged; a frame that went meanwhile, some more; and
+/// where mappings are scarce, each pass is content with shorter runs than the last.
+const MAX_PASSES: u32 = 32;
 
 impl<H: Host> Runner<H> {
     /// In calm weather: until two passes in a row change nothing, and then the
@@ -29,6 +30,10 @@ impl<H: Host> Runner<H> {
             let now = Some(state(&self.ksm.stats()));
             same = if now == last { same + 1 } else { 0 };
             last = now;
+            if same == 2 && self.host.config().max_vmas.is_some() {
+                // What comes of it depends on what came first.
+                return Ok(Applied::Done);
+            }
             if same == 2 {
                 self.verify_counters()?;
                 return Ok(Applied::Done);
@@ -150,7 +155,7 @@ impl<H: Host> Runner<H> {
 }
 
 /// What must not change any more.
-const fn state(stats: &Stats) -> [u64; 6] {
+const fn state(stats: &Stats) -> [u64; 8] {
     [
         stats.pages_shared,
         stats.pages_sharing,
@@ -158,5 +163,7 @@ const fn state(stats: &Stats) -> [u64; 6] {
         stats.pages_volatile,
         stats.ksm_zero_pages,
         stats.frames_lingering,
+        stats.vmas,
+        stats.pages_given_back,
     ]
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use super::anchor::Anchors;
 use super::caps::{Host, StopMethod};
 use super::claim::Claim;
 use super::journal::Journal;
@@ -50,7 +51,7 @@ impl LinuxMemory {
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
         let parts = vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?;
         // From here on dropping it undoes what was done.
-        let memory = Self {
+        let mut memory = Self {
             host,
             source,
             first: PageIndex(0),
@@ -61,9 +62,11 @@ impl LinuxMemory {
             by_move,
             staging,
             journal: Journal::default(),
+            anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         };
         memory.take_over(address)?;
+        memory.anchors = memory.drop_anchors();
         Ok(memory)
     }
 
@@ -119,6 +122,8 @@ impl LinuxMemory {
             by_move: self.by_move,
             staging,
             journal: Journal::default(),
+            // Frames may be mapped where they would be taken from.
+            anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use super::anchor::Anchors;
 use super::caps::Host;
 use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
@@ -42,6 +43,7 @@ pub struct LinuxMemory {
     pub(super) by_move: bool,
     pub(super) staging: Staging,
     pub(super) journal: Journal,
+    pub(super) anchors: Anchors,
     /// Given up last, when nothing is stopped or registered any more.
     pub(super) claim: Mutex<Option<Claim>>,
 }
@@ -261,6 +263,11 @@ impl Memory for LinuxMemory {
             Backing::Own => self.drop_zeroed(range),
             Backing::Frame => self.map_zeros(range),
         }
+    }
+
+    /// A memfd's mappings are numbered by its offsets.
+    fn rejoins(&self) -> bool {
+        self.memfd.is_some() || self.anchors.hold()
     }
 
     fn restore(&self, range: PageRange) -> Result<(), BackendError> {

@@ -143,8 +143,13 @@ impl LinuxMemory {
             Some(memfd) => memfd
                 .punch(range)
                 .and_then(|()| memfd.map_over(span, range, attributes)),
-            None => mapping::map_anonymous_over(span, attributes)
-                .map_err(|errno| mapping_error("mmap", errno)),
+            None => match self.anchored(range) {
+                Some(scratch) => scratch
+                    .move_over(span)
+                    .map_err(|errno| mapping_error("mremap", errno)),
+                None => mapping::map_anonymous_over(span, attributes)
+                    .map_err(|errno| mapping_error("mmap", errno)),
+            },
         }
     }
 
@@ -178,14 +183,14 @@ impl LinuxMemory {
         done
     }
 
-    /// Moves a mapping with the copies over them.
-    ///
-    /// It does not become one with its neighbours: the kernel numbers its pages
-    /// by the address at which they were filled.
+    /// Moves a mapping with the copies over them. Without an anchor it does not
+    /// become one with its neighbours.
     fn move_copies(&self, range: PageRange) -> Result<(), BackendError> {
-        let attributes = self.attributes(range);
-        let scratch = Scratch::new(range.len(), attributes)
-            .map_err(|errno| mapping_error("mmap of copies", errno))?;
+        let scratch = match self.anchored(range) {
+            Some(scratch) => scratch,
+            None => Scratch::new(range.len(), self.attributes(range))
+                .map_err(|errno| mapping_error("mmap of copies", errno))?,
+        };
         // An error, where filling it would meet the OOM killer.
         mapping::advise(scratch.span(), Advice::LinuxPopulateWrite).map_err(
             |errno| match errno {

@@ -206,6 +206,10 @@ impl Memory for SimMemory {
         self.call(range, World::restore)
     }
 
+    fn rejoins(&self) -> bool {
+        true
+    }
+
     fn lift(&self, range: PageRange, backing: Backing) {
         self.call(range, |world, region, range| {
             world.lift(region, range, backing);
