@@ -356,7 +356,7 @@ mod tests {
             &["--vcpus", "2"],
             &["--one-at-a-time"],
             &["--kernel", "a", "--vcpus", "0"],
-            &["--kernel", "a", "--vcpus", "33"],
+            &["--kernel", "a", "--vcpus", "65"],
             &["--kernel", "a", "--one-at-a-time"],
             &["--kernel", "a", "--image", "b"],
             &["--kernel", "a", "--recipe", "default"],

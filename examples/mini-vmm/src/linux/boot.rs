@@ -13,11 +13,11 @@ use linux_loader::loader::bootparam::{boot_params, setup_header};
 use linux_loader::loader::{BzImage, Elf, KernelLoader as _, load_cmdline};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryMmap};
 
+use super::acpi;
 use super::layout::{
-    CMDLINE, CMDLINE_BYTES, DESCRIPTORS, HIGH_MEMORY, MP_TABLE, MP_TABLE_BYTES, PAGE_TABLES,
-    ZERO_PAGE, e820, highest_place,
+    ACPI, ACPI_BYTES, CMDLINE, CMDLINE_BYTES, DESCRIPTORS, HIGH_MEMORY, PAGE_TABLES, ZERO_PAGE,
+    e820, highest_place,
 };
-use super::mptable;
 use super::options::BootOptions;
 use crate::long_mode::map_one_to_one;
 
@@ -73,19 +73,16 @@ pub(super) fn load(
         params.e820_table[usize::from(params.e820_entries)] = entry;
         params.e820_entries += 1;
     }
+    params.acpi_rsdp_addr = ACPI.0;
     LinuxBootConfigurator::write_bootparams(&BootParams::new(&params, ZERO_PAGE), memory)?;
 
     for (at, descriptor) in (0..).zip(FLAT) {
         memory.write_obj(descriptor, DESCRIPTORS.unchecked_add(at * 8))?;
     }
     map_one_to_one(memory, PAGE_TABLES, MAPPED)?;
-    let at = u32::try_from(MP_TABLE.0).expect("in the first MiB");
-    let table = mptable::table(at, options.vcpus);
-    assert!(
-        table.len() <= MP_TABLE_BYTES,
-        "it has CPUs of a KiB at most"
-    );
-    memory.write_slice(&table, MP_TABLE)?;
+    let tables = acpi::tables(ACPI.0, options.vcpus);
+    assert!(tables.len() <= ACPI_BYTES, "there are not too many CPUs");
+    memory.write_slice(&tables, ACPI)?;
     Ok(kernel.entry)
 }
 

@@ -19,17 +19,22 @@ pub(super) const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
 /// Room for the command line, with the zero behind it, in bytes: what Linux reads
 /// on x86 (`COMMAND_LINE_SIZE`).
 pub(super) const CMDLINE_BYTES: usize = 2048;
-/// The last KiB of base memory, where firmware has its tables: Linux looks for
-/// the multiprocessor table there, among other places.
-pub(super) const MP_TABLE: GuestAddress = GuestAddress(0x9_fc00);
-/// Its length, in bytes.
-pub(super) const MP_TABLE_BYTES: usize = 1024;
+/// Memory ends here: what follows, up to [`HIGH_MEMORY`], is firmware's.
+const BASE_MEMORY_END: u64 = 0x9_fc00;
+/// ACPI's tables: Linux looks for the first of them from here on.
+pub(super) const ACPI: GuestAddress = GuestAddress(0xe_0000);
+/// Room for them, in bytes.
+pub(super) const ACPI_BYTES: usize = 0x2_0000;
 /// Memory from here on is a kernel's.
 pub(super) const HIGH_MEMORY: GuestAddress = GuestAddress(0x10_0000);
 /// Memory ends here, and goes on at [`AFTER_HOLE`]: between are the addresses of
 /// devices, the interrupt controllers' among them.
 const HOLE: u64 = 0xc000_0000;
 const AFTER_HOLE: u64 = 1 << 32;
+/// Where KVM has the local APICs of all CPUs.
+pub(super) const LOCAL_APIC: u32 = 0xfee0_0000;
+/// Where KVM has its IOAPIC.
+pub(super) const IO_APIC: u32 = 0xfec0_0000;
 
 /// What BIOS calls memory that can be used.
 const E820_RAM: u32 = 1;
@@ -58,7 +63,7 @@ pub(super) fn e820(memory: &GuestMemoryMmap) -> Vec<boot_e820_entry> {
         size: end - start,
         r#type: E820_RAM,
     };
-    let mut map = vec![entry(0, MP_TABLE.0)];
+    let mut map = vec![entry(0, BASE_MEMORY_END)];
     for region in memory.iter() {
         let start = region.start_addr().0.max(HIGH_MEMORY.0);
         let end = region.start_addr().0 + region.len();

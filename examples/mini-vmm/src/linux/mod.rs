@@ -7,12 +7,12 @@
 //! [`gate`] holds and lets go; [`stage`] boots several and lets them run, all at once
 //! or in turns; [`run`] merges their memory meanwhile.
 
+mod acpi;
 mod boot;
 mod console;
 mod gate;
 mod guest;
 mod layout;
-mod mptable;
 pub(crate) mod options;
 mod ports;
 mod report;

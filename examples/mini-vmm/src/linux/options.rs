@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::mptable::MAX_CPUS;
+use super::acpi::MAX_CPUS;
 
 /// Options of Linux guests.
 #[derive(Clone, Debug, clap::Args)]
@@ -21,17 +21,16 @@ pub(crate) struct LinuxArgs {
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub(crate) initrd: Option<PathBuf>,
 
-    /// Its command line. This machine has no ACPI, and resets by the keyboard
-    /// controller
+    /// Its command line. This machine resets by the keyboard controller
     #[arg(
         long,
         value_name = "TEXT",
         requires = "kernel",
-        default_value = "console=ttyS0 acpi=off reboot=k panic=-1"
+        default_value = "console=ttyS0 reboot=k panic=-1"
     )]
     pub(crate) cmdline: String,
 
-    /// CPUs of each guest. More than one needs a kernel with CONFIG_X86_MPPARSE
+    /// CPUs of each guest
     #[arg(
         long,
         value_name = "N",

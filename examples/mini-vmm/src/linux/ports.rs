@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::console::Console;
 
 /// The first serial line, COM1.
-const SERIAL: u16 = 0x3f8;
+pub(super) const SERIAL: u16 = 0x3f8;
 const SERIAL_LAST: u16 = SERIAL + 7;
 /// Its interrupt line.
 pub(super) const SERIAL_IRQ: u32 = 4;
@@ -21,6 +21,10 @@ const KEYBOARD_LAST: u16 = KEYBOARD + 4;
 /// The speaker port, where KVM does not have it: the timer's output is high.
 const SPEAKER: u16 = 0x61;
 const TIMER_OUTPUT: u8 = 0x20;
+/// Data of a PC's clock, which is not there. It must not look busy, or Linux waits for
+/// it, for seconds.
+const CLOCK: u16 = 0x71;
+const IDLE: u8 = 0;
 /// The chipset's reset control (`reboot=p`), and the bit that does it.
 const RESET_CONTROL: u16 = 0xcf9;
 const RESET: u8 = 4;
@@ -93,6 +97,7 @@ impl Ports {
             *byte = match port {
                 SERIAL..=SERIAL_LAST => self.serial.read(offset(port, SERIAL)),
                 SPEAKER => TIMER_OUTPUT,
+                CLOCK => IDLE,
                 KEYBOARD..=KEYBOARD_LAST => self.keyboard.read(offset(port, KEYBOARD)),
                 _ => NOTHING,
             };

@@ -75,14 +75,16 @@ pub(super) fn set_up(
 }
 
 /// What this CPU says of itself: what KVM can, its number, and that it is virtual.
+/// KVM does not count in what its local APIC can: time by the clock of the CPU.
 fn cpuid(supported: &CpuId, number: u8) -> CpuId {
     const HYPERVISOR: u32 = 1 << 31;
+    const TSC_DEADLINE: u32 = 1 << 24;
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
         match entry.function {
             1 => {
                 entry.ebx = entry.ebx & 0x00ff_ffff | u32::from(number) << 24;
-                entry.ecx |= HYPERVISOR;
+                entry.ecx |= HYPERVISOR | TSC_DEADLINE;
             }
             0xb | 0x1f => entry.edx = number.into(),
             _ => {}
