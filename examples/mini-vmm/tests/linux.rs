@@ -4,10 +4,14 @@
 
 mod tiny_kernel;
 
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
+
+/// A user without rights.
+const NOBODY: u32 = 65_534;
 
 /// A folder that goes when the test ends.
 struct Folder(PathBuf);
@@ -148,4 +152,27 @@ fn what_goes_wrong_is_said() {
         assert_eq!(output.status.code(), Some(1), "{cmdline} {more}: {err}");
         assert!(err.contains(told), "{cmdline} {more}: {err}");
     }
+}
+
+/// Without what it takes no guest is booted, and the program says what it is.
+#[test]
+fn without_rights_no_guest_is_booted() {
+    assert!(
+        rustix::process::geteuid().is_root(),
+        "this test gives up root's rights, so it must be run as root"
+    );
+    let folder = Folder::new("rights", &tiny_kernel::elf());
+    // The build directory may be closed to others.
+    let program = folder.0.join("mini-vmm");
+    std::fs::copy(env!("CARGO_BIN_EXE_mini-vmm"), &program).unwrap();
+    let output = Command::new(&program)
+        .current_dir(&folder.0)
+        .args(["--guests", "1", "--mem", "16M", "--kernel", "kernel"])
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()
+        .unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{err}");
+    assert!(err.contains("/dev/kvm cannot be opened"), "{err}");
 }
