@@ -66,6 +66,7 @@ pub(crate) fn run(args: &Args, mut host: Host) -> anyhow::Result<Shown> {
     } else {
         None
     };
+    let begin = Instant::now();
     let merger = merger(args, host, &stage)?;
     report.engine = match &merger {
         Some(Merger::Ours(_)) => "linux",
@@ -73,7 +74,6 @@ pub(crate) fn run(args: &Args, mut host: Host) -> anyhow::Result<Shown> {
         None => "none",
     };
     if let (Some(kernels), Some(merger)) = (kernels, &merger) {
-        let begin = Instant::now();
         settle(args, merger)?;
         let ours = Found::from(&merger.stats()?);
         report.comparison = Some(Comparison::new(

@@ -13,7 +13,7 @@ const GLANCE: Duration = Duration::from_millis(10);
 /// How long one may take to boot. The slowest host that was tried, a processor in
 /// full emulation, takes 15 seconds.
 const BOOT_PATIENCE: Duration = Duration::from_secs(150);
-/// How long a guest runs before it is another's turn.
+/// How long a guest runs before it is another's turn, at most.
 const TURN: Duration = Duration::from_secs(2);
 /// How long one may take for a beat.
 const BEAT_PATIENCE: Duration = Duration::from_secs(30);
@@ -89,9 +89,12 @@ impl Stage {
         mut glance: impl FnMut() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let begin = Instant::now();
+        let turn = match u32::try_from(self.groups().count()) {
+            Ok(groups @ 2..) => TURN.min(time / groups),
+            _ => time,
+        };
         while begin.elapsed() < time && !all_ended(&self.guests) {
             for group in self.groups() {
-                let turn = if self.one_at_a_time { TURN } else { time };
                 let since = Instant::now();
                 run(group, || {
                     glance()?;

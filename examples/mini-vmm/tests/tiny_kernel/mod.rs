@@ -10,8 +10,8 @@ use iced_x86::code_asm::*;
 
 /// Where it is loaded.
 const BASE: u64 = 0x10_0000;
-/// Pages that it fills, and where.
-pub(crate) const PAGES: u64 = 256;
+/// Pages that it fills, and where: two guests' can be one frame's (`max_page_sharing`).
+pub(crate) const PAGES: u64 = 100;
 const FILLED: u64 = 0x80_0000;
 
 /// Offsets in the zero page (`Documentation/arch/x86/zero-page.rst`).
