@@ -64,6 +64,8 @@ impl Console {
         let out = match folder {
             None => Out::Terminal(guest),
             Some(folder) => {
+                std::fs::create_dir_all(folder)
+                    .with_context(|| format!("cannot make {}", folder.display()))?;
                 let path = folder.join(format!("guest-{guest}.log"));
                 let file = File::create(&path);
                 Out::File(file.with_context(|| format!("cannot write {}", path.display()))?)

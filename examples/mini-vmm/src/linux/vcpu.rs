@@ -139,6 +139,9 @@ fn run_once(vcpu: &mut SlottedVcpu, ports: &Mutex<Ports>) -> Option<End> {
         Ok(VcpuExit::MmioWrite(..) | VcpuExit::Intr) => return None,
         // Three faults in one, which is a way to reset as well (`reboot=t`).
         Ok(VcpuExit::Shutdown) => "a triple fault".to_owned(),
+        Ok(VcpuExit::InternalError) => {
+            "KVM_EXIT_INTERNAL_ERROR (an instruction that this KVM does not emulate?)".to_owned()
+        }
         Ok(exit) => format!("{exit:?}"),
         Err(error) => match Errno::from_raw_os_error(error.errno()) {
             // Called back, or (one that waits to be started) woken.
