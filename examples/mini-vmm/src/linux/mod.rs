@@ -5,7 +5,7 @@
 //! a serial [`console`], and ways to reset the machine. Timer and interrupt
 //! controllers are KVM's own. [`guest`] is one such guest with its threads, which a
 //! [`gate`] holds and lets go; [`stage`] boots several and lets them run, all at once
-//! or in turns; [`run`] merges their memory meanwhile.
+//! or in turns; [`mod@run`] merges their memory meanwhile.
 
 mod acpi;
 mod boot;
