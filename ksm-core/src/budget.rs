@@ -56,10 +56,7 @@ impl VmaBudget {
     /// What may be spent now, with `used` mappings spent on `pages` registered.
     pub(crate) fn purse(&self, used: u64, pages: u64) -> Purse {
         let Some(max) = self.max else {
-            return Purse {
-                left: u64::MAX,
-                floor: 0,
-            };
+            return Purse::BOTTOMLESS;
         };
         let plenty = max >= pages / PAGES_PER_VMA;
         Purse {
@@ -82,6 +79,12 @@ impl VmaBudget {
 }
 
 impl Purse {
+    /// Everything is worth its mappings.
+    pub(crate) const BOTTOMLESS: Self = Self {
+        left: u64::MAX,
+        floor: 0,
+    };
+
     /// Parts `wishes`, sorted by page, into those that are worth their mappings
     /// and those that are held back. A frame that `is_new`, with no sharer yet,
     /// saves nothing before its second page has paid as well, so it is charged

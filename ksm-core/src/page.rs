@@ -108,6 +108,30 @@ impl PageRange {
         self.start.0 <= page.0 && page.0 < self.end.0
     }
 
+    /// As many pages, each `n` pages further on.
+    ///
+    /// # Panics
+    /// In debug builds, on overflow.
+    #[must_use]
+    pub const fn plus(self, n: u64) -> Self {
+        Self {
+            start: self.start.plus(n),
+            end: self.end.plus(n),
+        }
+    }
+
+    /// As many pages, each `n` pages before.
+    ///
+    /// # Panics
+    /// In debug builds, where there are no such pages.
+    #[must_use]
+    pub const fn minus(self, n: u64) -> Self {
+        Self {
+            start: PageIndex(self.start.0 - n),
+            end: PageIndex(self.end.0 - n),
+        }
+    }
+
     /// The pages that are in both ranges.
     #[must_use]
     pub fn intersection(self, other: Self) -> Self {

@@ -34,6 +34,13 @@ pub struct Stats {
     /// Frames whose memory was given back but whose number some copied page
     /// still names, in frames.
     pub frames_lingering: u64,
+    /// Walks over the reverse map, from a frame to the pages that map it.
+    pub rmap_walks: u64,
+    /// Regions that these walks found.
+    pub rmap_intervals: u64,
+    /// The most nodes of an interval tree that a walk looked at under one hold of
+    /// its lock.
+    pub rmap_longest_hold: u64,
     /// Bytes that the engine's own records take.
     pub metadata_bytes: u64,
     /// What became of the pages that were looked at.
@@ -54,6 +61,9 @@ impl Stats {
         self.full_scans = other.full_scans;
         self.cow_breaks += other.cow_breaks;
         self.frames_lingering += other.frames_lingering;
+        self.rmap_walks += other.rmap_walks;
+        self.rmap_intervals += other.rmap_intervals;
+        self.rmap_longest_hold = self.rmap_longest_hold.max(other.rmap_longest_hold);
         self.metadata_bytes += other.metadata_bytes;
         self.outcomes.add(&other.outcomes);
     }

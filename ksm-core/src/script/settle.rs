@@ -130,13 +130,14 @@ impl<H: Host> Runner<H> {
                 continue;
             };
             let memory = &self.memories[region.memory];
-            for page in memory.oracle.range().iter() {
+            for page in region.range().iter() {
                 let found = self.ksm.explain(id, page);
                 let found = found.map_err(|error| error.to_string())?;
                 let unguarded = found.copied && !region.guarded;
                 let held = self.is_held(number, PageRange::one(page));
-                let fit = !unguarded && !held && self.host.mergeable(&memory.guest, page);
-                let cell = match memory.oracle.cell(page) {
+                let in_memory = region.page_in_memory(page);
+                let fit = !unguarded && !held && self.host.mergeable(&memory.guest, in_memory);
+                let cell = match memory.oracle.cell(in_memory) {
                     // It stays what it was when the guard was taken.
                     Cell::Written(bytes) if held && bytes.is_zero() => &Cell::Dropped,
                     cell => cell,

@@ -128,6 +128,10 @@ impl Host for SimHost {
         guest.read(page)
     }
 
+    fn pause(&mut self, guest: &SimGuest, paused: bool) {
+        guest.pause(paused);
+    }
+
     fn reads_fill(&self) -> bool {
         self.config.stop == Stop::Memfd
     }

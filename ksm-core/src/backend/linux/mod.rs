@@ -39,6 +39,7 @@
 //! there is a test that fails if it is ignored.
 #![allow(unsafe_code)]
 
+mod attach;
 mod caps;
 mod claim;
 #[cfg(test)]
