@@ -5,6 +5,8 @@
 //!
 //! - [`GuestKsm`] registers every region of a guest memory, follows it when it
 //!   changes (behind a `GuestMemoryAtomic`), and takes guest-physical addresses.
+//! - [`Hotplug`] adds memory to a running guest, and withdraws it, so that engine,
+//!   memory slots and map change together; [`GuestKsm::fork`] clones a guest.
 //! - [`ScannerThread`] calls [`Ksm::scan`](ksm_core::Ksm::scan) at the pace of
 //!   the kernel's `pages_to_scan` and `sleep_millisecs`, and is watched.
 //! - [`counters`] prints counters as the kernel prints its own.
@@ -36,11 +38,14 @@
 #![forbid(unsafe_code)]
 
 pub mod counters;
+mod fork;
 mod guest;
+mod hotplug;
 mod linux;
 mod scanner;
 
 pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};
+pub use hotplug::{Content, Hotplug, HotplugError, Slots};
 pub use scanner::{Pacing, ScannerOptions, ScannerThread, Status, Tally, Watch};
 
 /// README's example, compiled with the documentation tests.

@@ -67,4 +67,15 @@ impl GuestKsm<LinuxBackend> {
     {
         self.sync_with(memory, HostRegion::new)
     }
+
+    /// Makes a guest that reads the same as this one: see [`GuestKsm::fork_with`].
+    ///
+    /// # Errors
+    /// As [`GuestKsm::fork_with`].
+    pub fn fork<R>(&self, memory: &GuestRegionCollection<R>) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        self.fork_with(memory, HostRegion::new)
+    }
 }
