@@ -94,9 +94,16 @@ pub(crate) fn make_guests(args: &Args, images: &[Image], host: &Host) -> anyhow:
         });
         cast.sides.push(Arc::clone(&side));
         let cpu: Box<dyn Cpu> = match &host.kvm {
-            Some(kvm) => Box::new(KvmCpu::new(kvm, ram.clone()).with_context(|| {
-                format!("guest {index} does not start under KVM; --host-threads does without")
-            })?),
+            Some(kvm) => Box::new(
+                KvmCpu::new(
+                    kvm,
+                    ram.clone(),
+                    crate::layout::Windows::default().end(pages),
+                )
+                .with_context(|| {
+                    format!("guest {index} does not start under KVM; --host-threads does without")
+                })?,
+            ),
             None => Box::new(HostCpu::new(ram.clone())),
         };
         let guest = Guest::new(index, ram, plan, image.cloned(), cpu, side)?;

@@ -36,6 +36,7 @@ mod report;
 mod run;
 mod savings;
 mod usage;
+mod vcpu_state;
 mod verify;
 mod vm;
 
