@@ -10,6 +10,7 @@ use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
 use crate::layout::{MAX_WORK_BYTES, control_bytes};
 use crate::linux::options::LinuxArgs;
 use crate::recipe::{PRESETS, Recipe};
+use crate::reshape::ReshapeArgs;
 
 /// Runs guests whose memory shrinks while they work: equal pages are merged.
 ///
@@ -116,6 +117,9 @@ pub(crate) struct Args {
     pub(crate) host_threads: bool,
 
     #[command(flatten)]
+    pub(crate) reshape: ReshapeArgs,
+
+    #[command(flatten)]
     pub(crate) linux: LinuxArgs,
 }
 
@@ -135,6 +139,7 @@ impl Args {
         if self.linux.kernel.is_some() {
             self.check_linux()?;
         }
+        self.check_reshape()?;
         if self.image.len() > MAX_GUESTS {
             return Err(format!("more than {MAX_GUESTS} images\n"));
         }

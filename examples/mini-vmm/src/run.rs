@@ -1,6 +1,7 @@
 //! A run: guests fill their memory, work, and are checked.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
@@ -12,14 +13,16 @@ use crate::cast::{Cast, guest_pages, make_guests, pacing, register};
 use crate::chaos::{ChaosTally, disturb};
 use crate::dedup::Dedup;
 use crate::figures::{add_counters, check, guest_reports, measure};
+use crate::forks::{Forks, raise};
 use crate::guest::{Guest, Work};
 use crate::host::Host;
+use crate::hotplug::{self, Board, Churn};
 use crate::image::Image;
 use crate::ksmd::Ksmd;
 use crate::lockstep::Lockstep;
 use crate::merger::Merger;
 use crate::phase::run_guests;
-use crate::plan::mergeable_pages;
+use crate::plan::{duplicate_pages, mergeable_pages};
 use crate::progress::Progress;
 use crate::report::{ImageReport, Report};
 use crate::savings::Savings;
@@ -78,7 +81,12 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         (Engine::Ours, None) => None,
     };
     let work = Work {
-        lockstep: Lockstep::new(&args.recipe, cast.rewritten_pages(), cast.guests.len()),
+        lockstep: Lockstep::new(
+            &args.recipe,
+            cast.rewritten_pages(),
+            cast.guests.len(),
+            args.reshape.fork.into(),
+        ),
         // A page of an image is rewritten in one tick, and restored in the next.
         times: if images.is_empty() {
             u64::from(args.recipe.times)
@@ -91,6 +99,9 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
     let merger = merger.as_ref();
     let (mine, ksmd) = (cpu_time(), ksmd_cpu_time(merger)?);
     work_for_a_while(args, &mut cast, merger, &work, &mut report)?;
+    if args.reshape.fork > 0 && images.is_empty() {
+        report.mergeable_bytes = bytes_in(mergeable_now(args, &cast, &work));
+    }
     report.ksmd_cpu_seconds = (ksmd_cpu_time(merger)? - ksmd).as_secs_f64();
     report.cpu_seconds = (cpu_time() - mine).as_secs_f64() + report.ksmd_cpu_seconds;
 
@@ -143,6 +154,29 @@ fn mergeable(args: &Args) -> u64 {
     }
 }
 
+/// What can be saved at most of what guests and their clones hold now.
+fn mergeable_now(args: &Args, cast: &Cast, work: &Work) -> u64 {
+    let guests = usize::from(args.guests());
+    let of = |family: usize| {
+        let members = cast.guests.iter();
+        let members =
+            members.filter(move |guest| !args.isolate || guest.index() % guests == family);
+        duplicate_pages(members.flat_map(|guest| guest.expected(work)))
+    };
+    let families = if args.isolate { guests } else { 1 };
+    (0..families).map(of).sum()
+}
+
+/// The guests to which memory is added, if it is.
+fn boards(args: &Args, cast: &Cast) -> anyhow::Result<Vec<Board>> {
+    let guests = cast.guests.iter().filter(|_| args.reshape.hotplug > 0);
+    let board = |guest: &Guest| {
+        let machine = guest.machine().context("a guest without memory slots")?;
+        Ok(Board::new(guest.index(), guest.ram(), machine))
+    };
+    guests.map(board).collect()
+}
+
 /// Lets guests work, memory be merged and chaos reign until the time is up.
 fn work_for_a_while(
     args: &Args,
@@ -153,40 +187,75 @@ fn work_for_a_while(
 ) -> anyhow::Result<()> {
     let start = Instant::now();
     let end = Duration::from_secs(u64::from(args.seconds));
-    let mut progress = Progress::new(cast.guests.len(), args.seconds);
+    let lines = cast.guests.len() + usize::from(args.reshape.fork);
+    let lines = lines + usize::from(args.reshape.hotplug > 0);
+    let mut progress = Progress::new(lines, args.seconds);
     let mut savings = Savings::default();
     let scanner = merger.map(Merger::start).transpose()?.flatten();
     let calm = AtomicBool::new(false);
-    let rams = cast.rams();
+    let rams = cast.rams(cast.guests.len());
+
+    let boards = boards(args, cast)?;
+    let (births, born) = mpsc::channel();
+    let forks = merger.and_then(Merger::ours).map(|dedup| {
+        let clones = args.reshape.fork.into();
+        Forks::new(dedup, cast.guests.len(), clones, births)
+    });
+    let dedup = merger.and_then(Merger::ours);
+    let churn = dedup.map(|dedup| Churn {
+        dedup,
+        windows: args.reshape.windows(u64::from(args.guests())),
+        recipe: &args.recipe,
+        seed: args.seed,
+        busy_percent: u32::from(args.busy),
+        calm: &calm,
+    });
+    let churn = churn.as_ref();
 
     let done = std::thread::scope(|scope| {
-        let mut chaos = merger
-            .and_then(Merger::ours)
-            .filter(|_| args.chaos)
-            .map(|dedup| {
-                let (targets, calm) = (&cast.targets, &calm);
-                scope.spawn(move || disturb(dedup, targets, args.seed, calm))
-            });
+        let mut chaos = dedup.filter(|_| args.chaos).map(|dedup| {
+            let (targets, calm) = (&cast.targets, &calm);
+            scope.spawn(move || disturb(dedup, targets, args.seed, calm))
+        });
+        let plug = |n: u64| {
+            let board = &boards[usize::try_from(n).ok()? % boards.len()];
+            let (window, who) = (n / boards.len() as u64, 1000 + n);
+            churn.map(|churn| scope.spawn(move || churn.run(board, window, who)))
+        };
+        let mut plugs: Vec<_> = (0..u64::from(args.reshape.hotplug))
+            .filter_map(plug)
+            .collect();
+        let nursery = scope.spawn(move || raise(&born, work));
         let mut chaos_tally = Ok(None);
+        let mut hotplug_tally = Ok(None);
         let worked = run_guests(
             &mut cast.guests,
             &cast.sides,
-            |guest| guest.work(work),
+            |guest| guest.work(work, forks.as_ref()),
             |ended| {
-                let failed = chaos.as_ref().is_some_and(ScopedJoinHandle::is_finished);
+                let failed = chaos.as_ref().is_some_and(ScopedJoinHandle::is_finished)
+                    || plugs.iter().any(ScopedJoinHandle::is_finished);
                 if start.elapsed() >= end || ended > 0 || failed {
                     // Whoever disturbs may wait for a guest, so it goes first.
                     calm.store(true, Ordering::Relaxed);
                     if let Some(chaos) = chaos.take() {
                         chaos_tally = joined(chaos).map(Some);
                     }
-                    work.lockstep.close();
+                    if plugs.iter().all(ScopedJoinHandle::is_finished) {
+                        if !plugs.is_empty() {
+                            hotplug_tally = hotplug::joined(std::mem::take(&mut plugs));
+                        }
+                        work.lockstep.close();
+                    }
                 }
-                if start.elapsed() >= end + CLOSING_TIME || (ended > 0 && start.elapsed() < end) {
+                if let Some(forks) = forks.as_ref().filter(|_| start.elapsed() >= end / 4) {
+                    forks.begin();
+                }
+                let over = start.elapsed() >= end + CLOSING_TIME && plugs.is_empty();
+                if over || (ended > 0 && start.elapsed() < end) {
                     work.stop.store(true, Ordering::Relaxed);
                 }
                 let stats = merger.map(Merger::stats).transpose()?;
-                let dedup = merger.and_then(Merger::ours);
                 let passes = dedup.map_or(u64::MAX, |dedup| dedup.stats().full_scans);
                 if args.image.is_empty() || passes >= PASSES_BEFORE_REWRITES {
                     work.lockstep.open();
@@ -195,18 +264,40 @@ fn work_for_a_while(
                     savings.sample(start.elapsed(), stats.saved_bytes());
                 }
                 if progress.is_due() {
-                    progress.show(&guest_reports(&rams, merger)?, stats.as_ref());
+                    let clones = forks.as_ref().map(Forks::born).unwrap_or_default();
+                    let clones = clones.into_iter();
+                    let clones =
+                        clones.map(|(number, clone)| (number, Some(clone.parent), clone.ram));
+                    let all: Vec<_> = rams.iter().cloned().chain(clones).collect();
+                    let further = churn.filter(|_| args.reshape.hotplug > 0);
+                    let further = further.map(|churn| churn.line(&boards));
+                    progress.show(&guest_reports(&all, merger)?, further, stats.as_ref());
                 }
                 Ok(())
             },
         );
-        worked.and(chaos_tally)
+        calm.store(true, Ordering::Relaxed);
+        let forked = forks.as_ref().map(Forks::tally);
+        // Nobody is born any more.
+        drop(forks);
+        let clones = nursery
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread that raises clones panicked"))
+            .flatten();
+        let plugged = hotplug::joined(plugs)?;
+        worked?;
+        let hotplug = hotplug_tally?.or(plugged);
+        anyhow::Ok((chaos_tally?, hotplug, forked, clones?))
     });
     progress.finish();
     if let Some(scanner) = scanner {
         Dedup::stop_scanner(scanner)?;
     }
-    report.chaos = done?;
+    let (chaos, hotplug, forked, clones) = done?;
+    report.chaos = chaos;
+    report.hotplug = hotplug;
+    report.forks = forked.filter(|_| args.reshape.fork > 0);
+    cast.take_in(clones);
     report.seconds_to_settle = savings.seconds_to_settle();
     Ok(())
 }
