@@ -77,7 +77,7 @@ pub mod error;
 pub mod fault;
 mod fingerprint;
 mod frames;
-#[cfg(feature = "internals")]
+#[cfg(any(test, feature = "internals"))]
 #[doc(hidden)]
 pub mod internals;
 mod layout;

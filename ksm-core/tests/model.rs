@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use ksm_core::backend::sim::{SimConfig, Stop};
-use ksm_core::script::{BYTES_PER_OP, Runner, Script, SimHost, decode};
+use ksm_core::script::{BYTES_PER_OP, Op, Runner, Script, SimHost, decode, decode_layout};
 use ksm_core::{Outcome, OutcomeCounts, Stats};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -76,7 +76,11 @@ impl Seen {
 }
 
 /// Runs random scripts until enough operations were applied.
-fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
+fn explore(
+    operations: u64,
+    scripts: impl Strategy<Value = Readable>,
+    config: impl Fn(u64) -> SimConfig,
+) -> Seen {
     let seen = Seen::default();
     while seen.operations.get() < operations {
         let mut runner = TestRunner::new(Config {
@@ -85,7 +89,7 @@ fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
             max_shrink_iters: 10_000,
             ..Config::default()
         });
-        let explored = runner.run(&(scripts(), 0..1000_u64), |(script, seed)| {
+        let explored = runner.run(&(&scripts, 0..1000_u64), |(script, seed)| {
             let host = SimHost::with(config(seed));
             let mut runner = Runner::new(host).expect("good settings");
             let ran = runner.run(&script.0);
@@ -103,7 +107,7 @@ fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
 
 #[test]
 fn the_engine_agrees_with_a_naive_oracle() {
-    let seen = explore(operations(), |seed| SimConfig {
+    let seen = explore(operations(), scripts(), |seed| SimConfig {
         seed,
         ..SimConfig::default()
     });
@@ -114,7 +118,7 @@ fn the_engine_agrees_with_a_naive_oracle() {
 /// otherwise.
 #[test]
 fn it_agrees_where_everything_is_tight() {
-    explore(operations() / 10, |seed| SimConfig {
+    explore(operations() / 10, scripts(), |seed| SimConfig {
         seed,
         max_stop: 1 + seed % 5,
         pages_per_huge: 2,
@@ -125,7 +129,7 @@ fn it_agrees_where_everything_is_tight() {
 /// A host that write-protects a guest's own pages, and cannot split huge ones.
 #[test]
 fn it_agrees_where_pages_are_protected() {
-    explore(operations() / 10, |seed| SimConfig {
+    explore(operations() / 10, scripts(), |seed| SimConfig {
         seed,
         stop: Stop::Protect,
         ..SimConfig::default()
@@ -135,28 +139,65 @@ fn it_agrees_where_pages_are_protected() {
 /// A host whose guest memory is a file of its own.
 #[test]
 fn it_agrees_where_memory_is_a_file() {
-    explore(operations() / 10, |seed| SimConfig {
+    explore(operations() / 10, scripts(), |seed| SimConfig {
         seed,
         stop: Stop::Memfd,
         ..SimConfig::default()
     });
 }
 
-/// Inputs of the fuzzer, those among them that once found a bug.
+/// As [`explore`], with many small regions that come and go.
 #[test]
-fn the_seeds_of_the_fuzzer_run() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds/engine");
-    let files = fs::read_dir(folder).expect("the folder of seeds");
+fn it_agrees_on_what_is_registered() {
+    let op = any::<[u8; BYTES_PER_OP]>();
+    let bytes = prop::collection::vec(op, 1..200).prop_map(|ops| ops.concat());
+    let scripts = bytes.prop_map(|bytes| Readable(Script(decode_layout(&bytes))));
+    let seen = explore(operations() / 5, scripts, |seed| SimConfig {
+        seed,
+        stop: [Stop::Move, Stop::Protect, Stop::Memfd][usize::try_from(seed % 3).expect("small")],
+        ..SimConfig::default()
+    });
+    assert!(seen.cow_breaks.get() > 0, "no COW");
+    assert!(
+        seen.outcomes.get()[Outcome::Merged] > 0,
+        "nothing was merged"
+    );
+}
+
+/// Inputs of the fuzzer, those among them that once found a bug.
+fn run_seeds(target: &str, run: impl Fn(&[u8])) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let files = fs::read_dir(folder.join(target)).expect("the folder of seeds");
     let mut ran = 0;
     for file in files {
-        let bytes = fs::read(file.expect("a file").path()).expect("a seed");
+        run(&fs::read(file.expect("a file").path()).expect("a seed"));
+        ran += 1;
+    }
+    assert!(ran > 0, "no seeds");
+}
+
+fn run_script_seeds(target: &str, decode: fn(&[u8]) -> Vec<Op>) {
+    run_seeds(target, |bytes| {
         let (first, rest) = bytes.split_first().expect("a seed has a byte");
         let mut runner = Runner::new(SimHost::chosen_by(*first)).expect("good settings");
         let script = Script(decode(rest));
         runner
             .run(&script)
             .unwrap_or_else(|mismatch| panic!("{mismatch}"));
-        ran += 1;
-    }
-    assert!(ran > 0, "no seeds");
+    });
+}
+
+#[test]
+fn the_seeds_of_the_fuzzer_run() {
+    run_script_seeds("engine", decode);
+    run_script_seeds("layout", decode_layout);
+}
+
+#[cfg(feature = "internals")]
+#[test]
+fn the_seeds_of_the_trees_run() {
+    use ksm_core::internals::trees;
+    run_seeds("trees", |bytes| {
+        trees::run(bytes).unwrap_or_else(|reason| panic!("{reason}\n{}", trees::script(bytes)));
+    });
 }

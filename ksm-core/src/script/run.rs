@@ -70,7 +70,8 @@ pub(super) struct Memory<G> {
 pub struct Runner<H: Host> {
     pub(super) host: H,
     pub(super) ksm: Ksm<H::Backend>,
-    pub(super) domains: Vec<DomainId>,
+    /// `None` once they are forgotten.
+    pub(super) domains: Vec<Option<DomainId>>,
     pub(super) spaces: Vec<Option<Space>>,
     pub(super) regions: Vec<Region>,
     pub(super) memories: Vec<Memory<H::Guest>>,
@@ -123,7 +124,7 @@ impl<H: Host> Runner<H> {
     /// The engine's name for a domain of the script.
     #[must_use]
     pub fn domain(&self, domain: usize) -> Option<DomainId> {
-        self.domains.get(domain).copied()
+        *self.domains.get(domain)?
     }
 
     /// A guest's memory, by the region it was first registered as.
@@ -181,6 +182,7 @@ impl<H: Host> Runner<H> {
             } => self.register_again(space, region, guarded),
             Op::Unregister { region } => self.unregister(region),
             Op::Remove { space } => self.remove(space),
+            Op::Forget { domain } => self.forget(domain),
             Op::Write {
                 region,
                 range,

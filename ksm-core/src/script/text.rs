@@ -98,6 +98,7 @@ impl fmt::Display for Op {
             } => write!(f, "again s{space} r{region}{}", tail(guarded)),
             Self::Unregister { region } => write!(f, "unregister r{region}"),
             Self::Remove { space } => write!(f, "remove s{space}"),
+            Self::Forget { domain } => write!(f, "forget d{domain}"),
             Self::Write {
                 region,
                 range,
@@ -235,6 +236,9 @@ impl FromStr for Op {
             "remove" => Self::Remove {
                 space: words.name('s')?,
             },
+            "forget" => Self::Forget {
+                domain: words.name('d')?,
+            },
             "write" => write_op(&mut words)?,
             "unmerge" => Self::Unmerge(reach(&mut words)?),
             "scan" => Self::Scan {
@@ -353,14 +357,16 @@ fn step(word: &str) -> Result<crate::fault::Step, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::script::decode;
+    use crate::script::{decode, decode_layout};
 
     #[test]
     fn what_is_printed_is_what_is_parsed() {
         for seed in 0..200_u8 {
             let bytes: Vec<u8> = (0..200_u8).map(|n| n.wrapping_mul(seed) ^ seed).collect();
-            let script = Script(decode(&bytes));
-            assert_eq!(script.to_string().parse(), Ok(script));
+            for ops in [decode(&bytes), decode_layout(&bytes)] {
+                let script = Script(ops);
+                assert_eq!(script.to_string().parse(), Ok(script));
+            }
         }
     }
 
