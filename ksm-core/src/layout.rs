@@ -91,6 +91,13 @@ impl<B: Backend> Layout<B> {
         self.inner.lock().domains.values().cloned().collect()
     }
 
+    /// The address spaces, each with its domain.
+    pub(crate) fn spaces(&self) -> Vec<(SpaceId, DomainId)> {
+        let inner = self.inner.lock();
+        let spaces = inner.spaces.iter();
+        spaces.map(|(&space, domain)| (space, domain.id)).collect()
+    }
+
     /// The regions that stand now, in the order of their registration.
     pub(crate) fn regions(&self) -> Vec<Arc<Region<B>>> {
         self.inner.lock().regions.values().cloned().collect()

@@ -64,6 +64,26 @@
 //! its vCPU running; it is counted as an [`Outcome`], not raised as an error. A
 //! panic in a pass ends what was under way while it unwinds. For a scanning
 //! thread that is killed without unwinding there is [`Ksm::recover`].
+//!
+//! # Events
+//!
+//! With the feature `tracing` the engine tells what it does to whatever
+//! subscriber of the [`tracing`](https://docs.rs/tracing) crate the VMM has.
+//! Nothing is said of single pages, and no subscriber runs while a page is stopped:
+//! a slow one slows the scan, never a vCPU.
+//!
+//! | target | level | event |
+//! |---|---|---|
+//! | `ksm_core::layout` | info | domains, spaces and regions that come and go |
+//! | | warn | a region that stays registered, since it could not be unregistered |
+//! | `ksm_core::pass` | debug | a pass has ended: pages looked at, merged, made zero |
+//! | | debug, a span | a call of [`Ksm::scan`] |
+//! | | trace | a window was looked at |
+//! | `ksm_core::merge` | debug | pages of a window that the host, a budget or a device kept from being merged |
+//! | | debug | pages were unmerged |
+//! | | warn | pages could not be unmerged |
+//! | `ksm_core::recovery` | debug | the engine is held still, and goes on |
+//! | | warn | what a lost thread had under way was ended |
 #![deny(unsafe_code)]
 
 mod adapters;
@@ -94,6 +114,7 @@ mod sharing;
 mod stable;
 mod stats;
 mod sync;
+mod trace;
 mod unshare;
 mod unstable;
 

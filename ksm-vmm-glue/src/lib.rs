@@ -11,6 +11,19 @@
 //!
 //! Each can be used without the others.
 //!
+//! # Features
+//!
+//! - `prometheus`: the module of that name, counters for the VMM's registry.
+//! - `tracing`: events for its subscriber, from here and from [`ksm_core`]:
+//!
+//! | target | level | event |
+//! |---|---|---|
+//! | `ksm_vmm_glue::guest` | info | a guest was registered, or unregistered |
+//! | | warn | a guest was dropped, but could not be unregistered |
+//! | `ksm_vmm_glue::scanner` | info | the scanner was started, or has stopped |
+//! | | warn | a scan failed (debug: in the same way as the one before) |
+//! | | error | the scanner panicked, was killed, or could not be replaced |
+//!
 //! ```no_run
 //! use std::sync::Arc;
 //!
@@ -38,7 +51,10 @@
 pub mod counters;
 mod guest;
 mod linux;
+#[cfg(feature = "prometheus")]
+pub mod prometheus;
 mod scanner;
+mod trace;
 
 pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};
 pub use scanner::{Pacing, ScannerOptions, ScannerThread, Status, Tally, Watch};

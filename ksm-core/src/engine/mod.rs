@@ -23,6 +23,7 @@ use crate::layout::Layout;
 use crate::outcome::OutcomeCounts;
 use crate::page::PageRange;
 use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
+use crate::trace;
 use crate::unshare;
 use pass::Pass;
 
@@ -99,7 +100,9 @@ impl<B: Backend> Ksm<B> {
     pub fn create_domain(&self) -> Result<DomainId, Error> {
         let store = self.backend.open_store()?;
         let keys = Keys::new(self.config.seed)?;
-        Ok(self.layout.add_domain(|id| Domain::new(id, keys, store)))
+        let domain = self.layout.add_domain(|id| Domain::new(id, keys, store));
+        trace::domain_made(domain);
+        Ok(domain)
     }
 
     /// Makes an address space, which is a guest, in a trust domain.
@@ -107,7 +110,9 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// [`Error::NoDomain`].
     pub fn create_space(&self, domain: DomainId) -> Result<SpaceId, Error> {
-        self.layout.add_space(domain)
+        let space = self.layout.add_space(domain)?;
+        trace::space_made(space, domain);
+        Ok(space)
     }
 
     /// Takes a piece of a guest's memory under care. It is first looked at by
@@ -129,7 +134,9 @@ impl<B: Backend> Ksm<B> {
         }
         let region = |id| Region::new(id, space, domain, memory, options);
         let id = self.layout.add_region(region);
-        Ok(id.ok_or(RegisterError::TooLarge { pages })?)
+        let id = id.ok_or(RegisterError::TooLarge { pages })?;
+        trace::registered(id, space, pages, options.dma_guarded);
+        Ok(id)
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
@@ -169,6 +176,7 @@ impl<B: Backend> Ksm<B> {
                 self.layout.put_back(&region);
             }
         }
+        trace::unregistered(region.id, &done);
         done
     }
 
@@ -203,6 +211,7 @@ impl<B: Backend> Ksm<B> {
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);
+        trace::space_forgotten(space);
         Ok(())
     }
 
@@ -213,6 +222,7 @@ impl<B: Backend> Ksm<B> {
     pub fn remove_domain(&self, domain: DomainId) -> Result<(), Error> {
         self.layout.remove_domain(domain)?;
         self.retired.lock().remove(&domain);
+        trace::domain_forgotten(domain);
         Ok(())
     }
 
@@ -223,6 +233,12 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::StillShared`] when the host refuses copies; what was unshared
     /// stays so.
     pub fn unmerge(&self, target: Target) -> Result<u64, Error> {
+        let done = self.unmerge_target(target);
+        trace::unmerged(&done);
+        done
+    }
+
+    fn unmerge_target(&self, target: Target) -> Result<u64, Error> {
         let regions = match target {
             Target::All => self.layout.regions(),
             Target::Space(space) => self.layout.regions_of(space)?,

@@ -14,6 +14,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
 use crate::scan;
 use crate::stats::ScanReport;
+use crate::trace::{self, PassTally};
 
 /// Where a pass stands.
 #[derive(Debug, Default)]
@@ -22,6 +23,7 @@ pub(super) struct Pass {
     todo: VecDeque<(RegionId, PageIndex)>,
     /// Regions that were busy, to be waited for at the end of the pass.
     deferred: VecDeque<(RegionId, PageIndex)>,
+    tally: PassTally,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -36,6 +38,7 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::Quiesced`] when the calling thread holds the engine still;
     /// [`Error::Backend`] when the page map cannot be read.
     pub fn scan(&self, budget: u64) -> Result<ScanReport, Error> {
+        let _span = trace::scan(budget);
         let mut report = ScanReport::default();
         let Some(scanner) = self.scanner.try_lock()? else {
             report.busy = true;
@@ -74,6 +77,15 @@ impl<B: Backend> Ksm<B> {
                 scanner.journal().todo.push_front((id, next));
             }
         }
+        let tally = {
+            let mut pass = scanner.journal();
+            pass.tally.add(&report);
+            pass.tally
+        };
+        drop(scanner);
+        if report.passes > 0 {
+            trace::pass_ended(self.full_scans.load(Ordering::Relaxed), &tally);
+        }
         Ok(report)
     }
 
@@ -89,6 +101,7 @@ impl<B: Backend> Ksm<B> {
             .iter()
             .map(|region| (region.id, PageIndex(0)))
             .collect();
+        pass.tally = PassTally::default();
         pass.running = true;
     }
 
@@ -120,12 +133,18 @@ impl<B: Backend> Ksm<B> {
         drop(guard);
         report.pages_scanned += findings.scanned;
         report.outcomes.add(&findings.outcomes);
+        let looked_at = PageRange {
+            start: from,
+            end: findings.next,
+        };
+        let mergeable = findings.wishes.len();
         for (id, wishes) in by_region(findings.wishes) {
             if let Ok(region) = self.layout.region(id) {
                 self.merge_region(&region, wishes, report)?;
             }
         }
         region.domain.sweep();
+        trace::window(region.id, looked_at, findings.scanned, mergeable);
         Ok(findings.next)
     }
 
@@ -173,6 +192,7 @@ impl<B: Backend> Ksm<B> {
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
+        trace::merges(region.id, &outcomes);
         Ok(())
     }
 }

@@ -8,6 +8,7 @@ use crate::backend::Backend;
 use crate::error::Error;
 use crate::region::Region;
 use crate::sync::{ThreadId, current};
+use crate::trace;
 
 /// Nothing is stopped or out, and nothing will be, while this lives: see
 /// [`Ksm::quiesce`].
@@ -25,6 +26,7 @@ impl<B: Backend> Drop for Quiesced<'_, B> {
             drop(region.evict(self.holder));
         }
         drop(self.ksm.scanner.evict(self.holder));
+        trace::resumed();
     }
 }
 
@@ -48,6 +50,7 @@ impl<B: Backend> Ksm<B> {
             std::mem::forget(region.lock()?);
             quiesced.regions.push(region);
         }
+        trace::quiesced(quiesced.regions.len());
         Ok(quiesced)
     }
 
@@ -69,6 +72,7 @@ impl<B: Backend> Ksm<B> {
             }
             leases += 1;
         }
+        trace::recovered(leases);
         leases
     }
 }

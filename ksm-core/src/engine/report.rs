@@ -29,6 +29,18 @@ pub struct Explanation {
 }
 
 impl<B: Backend> Ksm<B> {
+    /// The trust domains that there are now, in the order in which they were made.
+    pub fn domains(&self) -> Vec<DomainId> {
+        let domains = self.layout.domains();
+        domains.iter().map(|domain| domain.id).collect()
+    }
+
+    /// The address spaces that there are now, each with its domain, in the order
+    /// in which they were made.
+    pub fn spaces(&self) -> Vec<(SpaceId, DomainId)> {
+        self.layout.spaces()
+    }
+
     /// Counters of everything.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
