@@ -2,6 +2,29 @@
 
 use crate::error::Error;
 
+/// How a pass and changes of the layout (regions that come, go, split, move)
+/// keep out of one another's way.
+///
+/// The other two are there to be compared with: they are what the kernel's KSM
+/// does, and what was proposed for it and refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LockPolicy {
+    /// A lock for each region, and a snapshot of the regions to go through. A
+    /// pass puts a busy region off and comes back to it in the same pass, at last
+    /// waiting in turn. A change waits for one window or run of the region it is
+    /// about, and for no other region.
+    #[default]
+    PerRegion,
+    /// One lock for the whole layout, held through each change of it, and waited
+    /// for by the pass before each window and each run (the kernel's `mmap_lock`):
+    /// changes stall the pass.
+    Global,
+    /// The same lock, but the pass only tries it, and leaves a region alone until
+    /// its next pass if it is busy: changes starve the region.
+    TrySkip,
+}
+
 /// Settings of an engine. All have sensible defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -29,6 +52,8 @@ pub struct Config {
     /// equal frames, so that 64 of them need one virtual memory area and not 64,
     /// at least 1. `u32::MAX` for never.
     pub stretch_pages: u32,
+    /// How a pass and changes of the layout keep out of one another's way.
+    pub lock_policy: LockPolicy,
     /// What the secrets of trust domains are made from: random if `None`. With a
     /// seed a run can be repeated, and a guest that knows it can attack the trees:
     /// for tests.
@@ -45,6 +70,7 @@ impl Default for Config {
             parallel_pages: 256,
             max_vmas: None,
             stretch_pages: 8,
+            lock_policy: LockPolicy::PerRegion,
             seed: None,
         }
     }

@@ -119,7 +119,7 @@ mod unshare;
 mod unstable;
 
 pub use backend::RegionOptions;
-pub use config::Config;
+pub use config::{Config, LockPolicy};
 pub use engine::{Explanation, Ksm, Quiesced, Target};
 pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};

@@ -128,6 +128,13 @@ pub struct ScanReport {
     pub pages_scanned: u64,
     /// Passes finished.
     pub passes: u64,
+    /// Times a region was busy and put off to the end of the pass.
+    pub regions_deferred: u64,
+    /// Times a region was busy and left alone until the next pass
+    /// ([`LockPolicy::TrySkip`](crate::LockPolicy::TrySkip) alone does so).
+    pub regions_skipped: u64,
+    /// Times regions had come while a pass ran, and it looked at them as well.
+    pub second_traversals: u64,
     /// What became of the pages that were looked at.
     pub outcomes: OutcomeCounts,
     /// Another thread was scanning, or the engine is quiesced: nothing was done.

@@ -5,11 +5,12 @@ mod pass;
 mod pin;
 mod quiesce;
 mod report;
+mod retired;
+mod turn;
 
 pub use quiesce::Quiesced;
 pub use report::Explanation;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -20,12 +21,12 @@ use crate::domain::Domain;
 use crate::error::{Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
-use crate::outcome::OutcomeCounts;
 use crate::page::PageRange;
 use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
 use crate::trace;
 use crate::unshare;
 use pass::Pass;
+use retired::Retired;
 
 /// What an unmerge is to reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,19 +53,13 @@ pub struct Ksm<B: Backend> {
     backend: B,
     config: Config,
     layout: Layout<B>,
+    /// Guards the whole layout, by a policy that is not the default.
+    layout_lock: Lease<()>,
     /// The right to scan; what it carries is where the pass stands.
     scanner: Lease<Pass>,
     full_scans: AtomicU64,
     vmas: VmaBudget,
-    retired: crate::sync::Mutex<BTreeMap<DomainId, Retired>>,
-}
-
-/// What regions that are gone had counted.
-#[derive(Clone, Copy, Debug, Default)]
-struct Retired {
-    cow_breaks: u64,
-    pages_scanned: u64,
-    outcomes: OutcomeCounts,
+    retired: Retired<B>,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -80,9 +75,10 @@ impl<B: Backend> Ksm<B> {
             backend,
             config,
             layout: Layout::default(),
+            layout_lock: Lease::new(),
             scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
-            retired: crate::sync::Mutex::default(),
+            retired: Retired::default(),
         })
     }
 
@@ -126,17 +122,28 @@ impl<B: Backend> Ksm<B> {
         source: B::Source,
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
+        let region = self.attach(space, source, options)?;
+        let pages = region.range().len();
+        trace::registered(region.id, space, pages, options.dma_guarded);
+        Ok(region.id)
+    }
+
+    fn attach(
+        &self,
+        space: SpaceId,
+        source: B::Source,
+        options: RegionOptions,
+    ) -> Result<Arc<Region<B>>, Error> {
         let domain = self.layout.domain_of(space)?;
+        let _layout = self.layout_turn()?;
         let memory = self.backend.attach(source, options)?;
         let pages = memory.len();
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
         }
         let region = |id| Region::new(id, space, domain, memory, options);
-        let id = self.layout.add_region(region);
-        let id = id.ok_or(RegisterError::TooLarge { pages })?;
-        trace::registered(id, space, pages, options.dma_guarded);
-        Ok(id)
+        let region = self.layout.add_region(region);
+        Ok(region.ok_or(RegisterError::TooLarge { pages })?)
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
@@ -154,29 +161,25 @@ impl<B: Backend> Ksm<B> {
     /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        let done = self.detach(&region);
+        trace::unregistered(region.id, &done);
+        done
+    }
+
+    fn detach(&self, region: &Arc<Region<B>>) -> Result<(), Error> {
+        let _layout = self.layout_turn()?;
         if !region.pins.close() {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
-        if !self.layout.remove_region(region.id) {
+        if !self.retired.begin(&self.layout, region) {
             return Err(Error::NoRegion(region.id));
         }
-        let done = self.undo(&region);
-        match done {
-            // The lease waits for a pass that is looking at the region.
-            Ok(()) => match region.lock() {
-                Ok(guard) => {
-                    guard.memory().detach();
-                    self.retire(&region);
-                }
-                Err(held) => return Err(held.into()),
-            },
-            Err(_) => {
-                region.pins.reopen();
-                self.layout.put_back(&region);
-            }
+        let done = self.undo(region);
+        if done.is_err() {
+            region.pins.reopen();
+            self.retired.cancel(&self.layout, region);
         }
-        trace::unregistered(region.id, &done);
         done
     }
 
@@ -185,21 +188,16 @@ impl<B: Backend> Ksm<B> {
         if region.options.dma_guarded {
             unshare::restore(region, region.range())?;
         }
-        Ok(())
-    }
-
-    fn retire(&self, region: &Region<B>) {
+        // The lease waits for a pass that is looking at the region.
+        let guard = region.lock()?;
+        guard.memory().detach();
         for (_, record) in region.pages().seen(region.range()) {
             if let Some(frame) = record.frame {
                 region.domain.abandon(frame);
             }
         }
-        let tally = *region.tally();
-        let mut retired = self.retired.lock();
-        let sums = retired.entry(region.domain.id).or_default();
-        sums.cow_breaks += tally.cow_breaks;
-        sums.pages_scanned += tally.pages_scanned;
-        sums.outcomes.add(&tally.outcomes);
+        self.retired.end(region);
+        Ok(())
     }
 
     /// Unregisters what is left of a guest and forgets it.
@@ -211,6 +209,7 @@ impl<B: Backend> Ksm<B> {
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);
+        self.retired.forget_space(space);
         trace::space_forgotten(space);
         Ok(())
     }
@@ -221,7 +220,7 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::NoDomain`], [`Error::DomainInUse`].
     pub fn remove_domain(&self, domain: DomainId) -> Result<(), Error> {
         self.layout.remove_domain(domain)?;
-        self.retired.lock().remove(&domain);
+        self.retired.forget_domain(domain);
         trace::domain_forgotten(domain);
         Ok(())
     }
@@ -240,7 +239,7 @@ impl<B: Backend> Ksm<B> {
 
     fn unmerge_target(&self, target: Target) -> Result<u64, Error> {
         let regions = match target {
-            Target::All => self.layout.regions(),
+            Target::All => self.layout.regions().iter().cloned().collect(),
             Target::Space(space) => self.layout.regions_of(space)?,
             Target::Pages(region, range) => {
                 let region = self.region_with(region, range)?;

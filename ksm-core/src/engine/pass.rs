@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
 
 use super::Ksm;
+use super::turn::{Patience, Turn};
 use crate::backend::Backend;
 use crate::budget::Purse;
 use crate::error::Error;
@@ -16,14 +17,38 @@ use crate::scan;
 use crate::stats::ScanReport;
 use crate::trace::{self, PassTally};
 
-/// Where a pass stands.
+/// How often a pass goes after regions that came while it ran. A layout that
+/// never stands still must not keep it from ending.
+const ROUNDS: u32 = 2;
+
+/// Where a pass stands. It names regions and keeps none: one that leaves is gone
+/// at once, with its memory.
 #[derive(Debug, Default)]
 pub(super) struct Pass {
-    running: bool,
+    /// What it has taken in; `None` between two passes.
+    taken_in: Option<TakenIn>,
+    /// How often it has taken in regions.
+    rounds: u32,
     todo: VecDeque<(RegionId, PageIndex)>,
     /// Regions that were busy, to be waited for at the end of the pass.
     deferred: VecDeque<(RegionId, PageIndex)>,
     tally: PassTally,
+}
+
+/// The regions that a pass goes through: those of one edition of the layout.
+#[derive(Clone, Copy, Debug)]
+struct TakenIn {
+    sequence: u64,
+    /// The number of the region that came next.
+    next: u32,
+}
+
+impl Pass {
+    /// What is looked at next, and how patiently.
+    fn next(&mut self) -> Option<((RegionId, PageIndex), Patience)> {
+        let todo = self.todo.pop_front().map(|at| (at, Patience::Try));
+        todo.or_else(|| Some((self.deferred.pop_front()?, Patience::Wait)))
+    }
 }
 
 impl<B: Backend> Ksm<B> {
@@ -32,7 +57,8 @@ impl<B: Backend> Ksm<B> {
     /// budget is spent. The next call goes on where this one stopped.
     ///
     /// A region whose lease is taken is put off to the end of the pass, and
-    /// waited for then.
+    /// waited for then. Regions that came while the pass ran are taken in before
+    /// it ends.
     ///
     /// # Errors
     /// [`Error::Quiesced`] when the calling thread holds the engine still;
@@ -46,12 +72,12 @@ impl<B: Backend> Ksm<B> {
         };
         self.start_pass(&mut scanner.journal());
         while report.pages_scanned < budget {
-            let next = {
-                let mut pass = scanner.journal();
-                let todo = pass.todo.pop_front().map(|at| (at, false));
-                todo.or_else(|| pass.deferred.pop_front().map(|at| (at, true)))
-            };
-            let Some(((id, from), wait)) = next else {
+            let next = scanner.journal().next();
+            let Some(((id, from), patience)) = next else {
+                if self.take_in_new(&mut scanner.journal()) {
+                    report.second_traversals += 1;
+                    continue;
+                }
                 self.end_pass(&mut scanner.journal());
                 report.passes = 1;
                 break;
@@ -59,16 +85,19 @@ impl<B: Backend> Ksm<B> {
             let Ok(region) = self.layout.region(id) else {
                 continue;
             };
-            let guard = if wait {
-                Some(region.lock()?)
-            } else {
-                region.try_lock()?
+            let guard = match self.turn(&region, patience)? {
+                Turn::Now(guard) => guard,
+                Turn::Later => {
+                    report.regions_deferred += 1;
+                    scanner.journal().deferred.push_back((id, from));
+                    continue;
+                }
+                Turn::NextPass => {
+                    report.regions_skipped += 1;
+                    continue;
+                }
             };
-            let Some(guard) = guard else {
-                scanner.journal().deferred.push_back((id, from));
-                continue;
-            };
-            if self.layout.region(id).is_err() {
+            if !self.layout.stands(&region) {
                 // It left before its lease was taken.
                 continue;
             }
@@ -90,23 +119,44 @@ impl<B: Backend> Ksm<B> {
     }
 
     fn start_pass(&self, pass: &mut Pass) {
-        if pass.running {
+        if pass.taken_in.is_some() {
             return;
         }
         for domain in self.layout.domains() {
             domain.start_pass();
         }
-        let regions = self.layout.regions();
-        pass.todo = regions
-            .iter()
-            .map(|region| (region.id, PageIndex(0)))
-            .collect();
+        self.take_in(pass, 0);
+        pass.rounds = 1;
         pass.tally = PassTally::default();
-        pass.running = true;
+    }
+
+    /// Puts the regions from number `first` on on the list.
+    fn take_in(&self, pass: &mut Pass, first: u32) {
+        let regions = self.layout.regions();
+        let new = regions.since(first).iter();
+        pass.todo = new.map(|region| (region.id, PageIndex(0))).collect();
+        pass.taken_in = Some(TakenIn {
+            sequence: regions.sequence,
+            next: regions.next(),
+        });
+    }
+
+    /// Where regions have come since the pass took its list of them, takes them
+    /// in. Returns whether there is something to look at now.
+    fn take_in_new(&self, pass: &mut Pass) -> bool {
+        let Some(taken_in) = pass.taken_in else {
+            return false;
+        };
+        if self.layout.is_last(taken_in.sequence) || pass.rounds == ROUNDS {
+            return false;
+        }
+        pass.rounds += 1;
+        self.take_in(pass, taken_in.next);
+        !pass.todo.is_empty()
     }
 
     fn end_pass(&self, pass: &mut Pass) {
-        pass.running = false;
+        pass.taken_in = None;
         for domain in self.layout.domains() {
             domain.sweep();
         }
@@ -177,10 +227,11 @@ impl<B: Backend> Ksm<B> {
         }
         let mut rest = &wishes[..];
         while !rest.is_empty() {
-            let guard = region.lock()?;
-            // A region leaves the layout before its pages are unshared, for
-            // which this lease is needed: it must not be merged behind that.
-            if self.layout.region(region.id).is_err() {
+            let Turn::Now(guard) = self.turn(region, Patience::Wait)? else {
+                break;
+            };
+            // It must not be merged behind whoever unshares it to take it away.
+            if !self.layout.stands(region) {
                 break;
             }
             let run = merge::commit(&guard, rest, cap);

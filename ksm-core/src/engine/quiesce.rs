@@ -25,6 +25,7 @@ impl<B: Backend> Drop for Quiesced<'_, B> {
         for region in &self.regions {
             drop(region.evict(self.holder));
         }
+        drop(self.ksm.layout_lock.evict(self.holder));
         drop(self.ksm.scanner.evict(self.holder));
         trace::resumed();
     }
@@ -46,9 +47,12 @@ impl<B: Backend> Ksm<B> {
             holder: current().id(),
             regions: Vec::new(),
         };
-        for region in self.layout.regions() {
+        if let Some(layout) = self.layout_turn()? {
+            std::mem::forget(layout);
+        }
+        for region in self.layout.regions().iter() {
             std::mem::forget(region.lock()?);
-            quiesced.regions.push(region);
+            quiesced.regions.push(Arc::clone(region));
         }
         trace::quiesced(quiesced.regions.len());
         Ok(quiesced)
@@ -59,12 +63,13 @@ impl<B: Backend> Ksm<B> {
     /// again. Returns how many leases it held. The thread must never run again.
     pub fn recover(&self, dead: ThreadId) -> u64 {
         let mut leases = 0;
-        for region in self.layout.regions() {
+        for region in self.layout.regions().iter() {
             if let Some(guard) = region.evict(dead) {
                 guard.land();
                 leases += 1;
             }
         }
+        leases += u64::from(self.layout_lock.evict(dead).is_some());
         if let Some(scanner) = self.scanner.evict(dead) {
             *scanner.journal() = Pass::default();
             for domain in self.layout.domains() {

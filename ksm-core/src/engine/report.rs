@@ -61,8 +61,7 @@ impl<B: Backend> Ksm<B> {
 
     fn stats_of(&self, domain: &Arc<Domain<B>>) -> Stats {
         let shared = domain.shared();
-        let retired = self.retired.lock().get(&domain.id).copied();
-        let retired = retired.unwrap_or_default();
+        let (regions, gone) = self.retired.of_domain(&self.layout, domain);
         let mut stats = Stats {
             pages_shared: shared.pages_shared,
             pages_sharing: shared.pages_sharing,
@@ -70,13 +69,11 @@ impl<B: Backend> Ksm<B> {
             stable_node_dups: shared.stable_node_dups,
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
-            cow_breaks: retired.cow_breaks,
-            pages_scanned: retired.pages_scanned,
-            outcomes: retired.outcomes,
+            cow_breaks: gone.memory.cow_breaks,
+            pages_scanned: gone.pages_scanned,
+            outcomes: gone.memory.outcomes,
             ..Stats::default()
         };
-        let mut regions = self.layout.regions();
-        regions.retain(|region| Arc::ptr_eq(&region.domain, domain));
         for region in regions {
             let memory = region.stats();
             stats.pages_unshared += memory.pages_unshared;
@@ -96,8 +93,10 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// [`Error::NoSpace`].
     pub fn space_stats(&self, space: SpaceId) -> Result<MemoryStats, Error> {
-        let mut sum = MemoryStats::default();
-        for region in self.layout.regions_of(space)? {
+        self.layout.domain_of(space)?;
+        let (regions, gone) = self.retired.of_space(&self.layout, space);
+        let mut sum = gone.memory;
+        for region in regions {
             sum.add(&region.stats());
         }
         Ok(sum)
@@ -156,9 +155,7 @@ impl<B: Backend> Ksm<B> {
     pub fn check(&self) -> Result<(), String> {
         for domain in self.layout.domains() {
             let mut named = HashMap::new();
-            let mut regions = self.layout.regions();
-            regions.retain(|region| Arc::ptr_eq(&region.domain, &domain));
-            for region in regions {
+            for region in self.layout.regions().of_domain(&domain) {
                 for (_, record) in region.pages().seen(region.range()) {
                     let Some(frame) = record.frame else { continue };
                     let (names, sharers) = named.entry(frame).or_insert((0, 0));

@@ -88,27 +88,26 @@ impl<B: Backend> Region<B> {
 
     /// Takes the lease, waiting in turn.
     pub(crate) fn lock(&self) -> Result<RegionGuard<'_, B>, HeldByThisThread> {
-        Ok(RegionGuard {
-            region: self,
-            lease: self.lease.lock()?,
-        })
+        Ok(self.guard(self.lease.lock()?))
     }
 
     /// Takes the lease if it is free.
     pub(crate) fn try_lock(&self) -> Result<Option<RegionGuard<'_, B>>, HeldByThisThread> {
         let lease = self.lease.try_lock()?;
-        Ok(lease.map(|lease| RegionGuard {
-            region: self,
-            lease,
-        }))
+        Ok(lease.map(|lease| self.guard(lease)))
     }
 
     /// Takes the lease from a thread that is gone, if that has it.
     pub(crate) fn evict(&self, dead: ThreadId) -> Option<RegionGuard<'_, B>> {
-        Some(RegionGuard {
+        Some(self.guard(self.lease.evict(dead)?))
+    }
+
+    const fn guard<'a>(&'a self, lease: LeaseGuard<'a, Flight>) -> RegionGuard<'a, B> {
+        RegionGuard {
             region: self,
-            lease: self.lease.evict(dead)?,
-        })
+            lease,
+            layout: None,
+        }
     }
 
     /// The records, to be read. Held only for short, never across a host call.
@@ -160,9 +159,17 @@ impl<B: Backend> Region<B> {
 pub(crate) struct RegionGuard<'a, B: Backend> {
     region: &'a Region<B>,
     lease: LeaseGuard<'a, Flight>,
+    /// The lock of the whole layout, where there is one: given up last.
+    layout: Option<LeaseGuard<'a, ()>>,
 }
 
 impl<'a, B: Backend> RegionGuard<'a, B> {
+    /// The same, with the lock of the whole layout, taken before.
+    pub(crate) fn under(mut self, layout: LeaseGuard<'a, ()>) -> Self {
+        self.layout = Some(layout);
+        self
+    }
+
     pub(crate) fn region(&self) -> &'a Region<B> {
         self.region
     }

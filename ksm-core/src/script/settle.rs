@@ -70,7 +70,9 @@ impl<H: Host> Runner<H> {
             (duplicates..=duplicates + singles).contains(&merged),
             &format!("{merged} pages are merged"),
         )?;
-        let zeros = census.zeros..=census.zeros + census.perhaps_zeros;
+        // An unfit page may have been a zero page, and have been written and swapped
+        // out of sight since.
+        let zeros = census.zeros..=census.zeros + census.perhaps_zeros + census.unfit;
         let found = stats.ksm_zero_pages;
         demand(zeros.contains(&found), &format!("{found} are zero"))?;
         // A page that is dropped behind the engine's back and read since is a

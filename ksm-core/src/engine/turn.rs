@@ -1,0 +1,67 @@
+//! Whose turn it is: how a pass and changes of the layout keep out of one
+//! another's way, by the [`LockPolicy`].
+
+use super::Ksm;
+use crate::backend::Backend;
+use crate::config::LockPolicy;
+use crate::error::Error;
+use crate::region::{HeldByThisThread, LeaseGuard, Region, RegionGuard};
+
+/// How much a pass wants a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Patience {
+    /// It has others to look at first.
+    Try,
+    /// This is what is left to do.
+    Wait,
+}
+
+/// What came of wanting a region.
+pub(super) enum Turn<'a, B: Backend> {
+    Now(RegionGuard<'a, B>),
+    /// Busy: to be asked for again in this pass.
+    Later,
+    /// Busy: to be left alone until the next pass.
+    NextPass,
+}
+
+impl<B: Backend> Ksm<B> {
+    /// A pass's turn at a region.
+    pub(super) fn turn<'a>(
+        &'a self,
+        region: &'a Region<B>,
+        patience: Patience,
+    ) -> Result<Turn<'a, B>, HeldByThisThread> {
+        Ok(match (self.config.lock_policy, patience) {
+            (LockPolicy::PerRegion, Patience::Try) => match region.try_lock()? {
+                Some(guard) => Turn::Now(guard),
+                None => Turn::Later,
+            },
+            (LockPolicy::PerRegion, Patience::Wait) => Turn::Now(region.lock()?),
+            (LockPolicy::Global, _) => {
+                let layout = self.layout_lock.lock()?;
+                Turn::Now(region.lock()?.under(layout))
+            }
+            (LockPolicy::TrySkip, _) => match self.layout_lock.try_lock()? {
+                Some(layout) => match region.try_lock()? {
+                    Some(guard) => Turn::Now(guard.under(layout)),
+                    None => Turn::NextPass,
+                },
+                None => Turn::NextPass,
+            },
+        })
+    }
+
+    /// What a change of the layout holds from its beginning to its end: nothing,
+    /// unless one lock is to guard the whole layout.
+    pub(super) fn layout_turn(&self) -> Result<Option<LeaseGuard<'_, ()>>, Error> {
+        match self.config.lock_policy {
+            LockPolicy::PerRegion => Ok(None),
+            LockPolicy::Global | LockPolicy::TrySkip => Ok(Some(self.layout_lock.lock()?)),
+        }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests;
