@@ -2,7 +2,11 @@
 //! they cost nothing and do nothing.
 #![cfg_attr(
     not(feature = "tracing"),
-    allow(unused_variables, reason = "events without a feature to send them")
+    allow(
+        unused_variables,
+        clippy::if_same_then_else,
+        reason = "events without a feature to send them"
+    )
 )]
 
 use std::fmt::Display;
@@ -50,9 +54,10 @@ pub(crate) fn scanner_ended(status: &Status) {
 
 /// `again`: as the scan before it did.
 pub(crate) fn scan_failed(error: &dyn Display, again: bool) {
-    match again {
-        false => event!(WARN, SCANNER, %error, "scan failed"),
-        true => event!(DEBUG, SCANNER, %error, "scan failed again"),
+    if again {
+        event!(DEBUG, SCANNER, %error, "scan failed again");
+    } else {
+        event!(WARN, SCANNER, %error, "scan failed");
     }
 }
 
