@@ -21,34 +21,64 @@
 //! The engine runs on a [`backend`]: [`backend::linux`] on live guests,
 //! [`backend::sim`] on a model, for tests of this crate and of yours.
 //!
-//! # Example
+//! # A tour
 //!
 //! Two guests that hold the same page, on the simulated backend. On a Linux host
-//! only the first line and the source of the memory differ.
+//! only the first line and the source of the memory differ; `ksm-vmm-glue` has the
+//! same beginning with a `GuestMemoryMmap`.
 //!
 //! ```
 //! use ksm_core::backend::sim::{SimBackend, SimConfig, pattern};
-//! use ksm_core::{Config, Ksm, PageIndex, RegionOptions};
+//! use ksm_core::{Config, Ksm, Outcome, PageIndex, PageRange, RegionOptions};
 //!
 //! let sim = SimBackend::new(SimConfig::default());
 //! let ksm = Ksm::new(sim.clone(), Config::default())?;
 //!
+//! // Who trusts whom, who they are, and what memory they have.
 //! let domain = ksm.create_domain()?;
+//! let mut guests = Vec::new();
 //! for _ in 0..2 {
 //!     let memory = sim.guest(16);
 //!     memory.write(PageIndex(3), &pattern(7));
-//!     let guest = ksm.create_space(domain)?;
-//!     ksm.register(guest, memory, RegionOptions::default())?;
+//!     let space = ksm.create_space(domain)?;
+//!     let region = ksm.register(space, memory.clone(), RegionOptions::default())?;
+//!     guests.push((memory, space, region));
 //! }
+//! let (memory, space, region) = &guests[0];
 //!
 //! // The first pass learns what the pages look like, the second one merges
 //! // those that have not changed.
-//! while ksm.stats().full_scans < 2 {
-//!     ksm.scan(1000)?;
-//! }
+//! let passes = |wanted| -> Result<(), ksm_core::Error> {
+//!     while ksm.stats().full_scans < wanted {
+//!         ksm.scan(1000)?;
+//!     }
+//!     Ok(())
+//! };
+//! passes(2)?;
 //! let stats = ksm.stats();
 //! assert_eq!((stats.pages_shared, stats.pages_sharing), (1, 1));
 //! assert_eq!(stats.saved_bytes(), 4096);
+//! assert_eq!(ksm.explain(*region, PageIndex(3))?.sharers, 2);
+//!
+//! // A guest writes to its page. The host gives it a copy at once, and the next pass
+//! // notices.
+//! memory.write(PageIndex(3), &pattern(8));
+//! passes(3)?;
+//! assert_eq!(ksm.space_stats(*space)?.cow_breaks, 1);
+//! let found = ksm.explain(*region, PageIndex(3))?;
+//! assert_eq!((found.sharers, found.copied), (0, true));
+//! // Not merged again: the region was not declared free of unannounced DMA.
+//! assert_eq!(found.outcome, Outcome::CopiedUnguarded);
+//!
+//! // The guest's balloon gives the page back: never by MADV_DONTNEED, but so.
+//! ksm.discard(*region, PageRange::one(PageIndex(3)))?;
+//! assert!(memory.read(PageIndex(3)).is_zero());
+//!
+//! // Plain memory again.
+//! for (_, space, _) in &guests {
+//!     ksm.remove_space(*space)?;
+//! }
+//! ksm.remove_domain(domain)?;
 //! # Ok::<(), ksm_core::Error>(())
 //! ```
 //!

@@ -20,11 +20,14 @@ pub fn engine(stats: &Stats) -> String {
         ("pages_sharing", stats.pages_sharing),
         ("pages_unshared", stats.pages_unshared),
         ("pages_volatile", stats.pages_volatile),
+        ("stable_node_dups", stats.stable_node_dups),
         ("pages_scanned", stats.pages_scanned),
         ("full_scans", stats.full_scans),
         ("ksm_zero_pages", stats.ksm_zero_pages),
         ("cow_breaks", stats.cow_breaks),
         ("frames_lingering", stats.frames_lingering),
+        ("vmas", stats.vmas),
+        ("saved_bytes", stats.saved_bytes()),
         ("metadata_bytes", stats.metadata_bytes),
     ]);
     line(&mut text, "general_profit", stats.general_profit());
@@ -44,6 +47,7 @@ pub fn guest(stats: &MemoryStats) -> String {
         ("pages_unshared", stats.pages_unshared),
         ("pages_volatile", stats.pages_volatile),
         ("pages_copied", stats.pages_copied),
+        ("vmas", stats.vmas),
         ("cow_breaks", stats.cow_breaks),
         ("lease_waits", stats.lease_waits),
         ("lease_refusals", stats.lease_refusals),
