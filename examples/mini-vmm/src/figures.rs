@@ -75,7 +75,8 @@ pub(crate) fn resident_bytes(rams: &[Ram], merger: Option<&Merger>) -> anyhow::R
     }
     match merger {
         Some(Merger::Ours(dedup)) => Ok(bytes + dedup.ksm().store_bytes()?),
-        Some(Merger::Kernel(_)) => Ok(bytes - Ksmd::counted_twice_bytes()?),
+        // Its counters are not of this moment, nor perhaps of this process alone.
+        Some(Merger::Kernel(_)) => Ok(bytes.saturating_sub(Ksmd::counted_twice_bytes()?)),
         None => Ok(bytes),
     }
 }

@@ -96,9 +96,11 @@ impl Chart {
             "process".to_owned(),
             last(&self.resident),
         )];
-        if !tops.is_empty() {
+        if self.merging_since.is_some() {
             let saved = last(&self.unmerged) - together;
             entries.push(entry(Mark::Area(SAVED), "saved".to_owned(), saved));
+        }
+        if !tops.is_empty() {
             let words = format!("{} guests together", tops.len());
             entries.push(entry(Mark::Stripes, words, together));
         }
@@ -181,8 +183,8 @@ fn draw_chart<'a>(area: &Area<'a>, chart: &Chart) -> Drawn<'a> {
         .axis_style(INK)
         .x_labels(10)
         .y_labels(8)
-        .x_label_formatter(&|seconds| format!("{seconds:.0}"))
-        .y_label_formatter(&|mib| format!("{mib:.0}"))
+        .x_label_formatter(&|seconds| label(*seconds, chart.end))
+        .y_label_formatter(&|mib| label(*mib, chart.top))
         .label_style((FONT, 14).into_font().color(&INK))
         .axis_desc_style((FONT, 14).into_font().color(&INK))
         .x_desc("seconds")
@@ -200,6 +202,15 @@ fn draw_chart<'a>(area: &Area<'a>, chart: &Chart) -> Drawn<'a> {
         context.draw_series(DashedLineSeries::new(line, 4, 4, INK.stroke_width(1)))?;
     }
     Ok(())
+}
+
+/// A number beside an axis that ends at `end`.
+fn label(number: f64, end: f64) -> String {
+    if end < 5.0 {
+        format!("{number:.1}")
+    } else {
+        format!("{number:.0}")
+    }
 }
 
 fn draw_legend<'a>(area: &Area<'a>, chart: &Chart) -> Drawn<'a> {
@@ -253,7 +264,7 @@ mod tests {
     fn a_picture_names_what_it_shows() {
         let mut timeline = Timeline::new();
         timeline.sample(1 << 20, Vec::new(), false);
-        timeline.begin_merging(vec![64 << 20, 32 << 20]);
+        timeline.begin_work(vec![64 << 20, 32 << 20], true);
         timeline.sample(97 << 20, vec![0, 0], false);
         timeline.sample(50 << 20, vec![40 << 20, 8 << 20], true);
         let svg = svg(&timeline, "a caption").unwrap();
@@ -281,9 +292,10 @@ mod tests {
     fn many_guests_and_none_can_be_drawn() {
         svg(&Timeline::new(), "").unwrap();
         let mut timeline = Timeline::new();
-        timeline.begin_merging(vec![1 << 20; 64]);
+        timeline.begin_work(vec![1 << 20; 64], false);
         timeline.sample(64 << 20, vec![1 << 19; 64], true);
         let svg = svg(&timeline, "").unwrap();
         assert!(svg.contains("64 guests together") && !svg.contains("guest 7"));
+        assert!(!svg.contains("saved") && !svg.contains("merging"));
     }
 }

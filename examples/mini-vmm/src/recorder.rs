@@ -18,8 +18,10 @@ use crate::plot;
 use crate::ram::Ram;
 use crate::timeline::Timeline;
 
-/// A sample may take this part of the time between two of them.
-const SHARE: u32 = 20;
+/// A sample that takes long is followed by so many times its time without one, as
+/// long as that is not too long.
+const RELIEF: u32 = 20;
+const MAX_GAP: Duration = Duration::from_millis(500);
 
 /// Looks on while a run goes on.
 #[derive(Debug)]
@@ -58,15 +60,16 @@ impl Recorder {
         })
     }
 
-    /// Guests have filled their memory, and are merged from here on.
-    pub(crate) fn begin_merging(
+    /// Guests have filled their memory, and are merged from here on, if they are.
+    pub(crate) fn begin_work(
         &mut self,
         args: &Args,
         merger: Option<&Merger>,
     ) -> anyhow::Result<()> {
         if let Some(plot) = &mut self.plot {
             let own: anyhow::Result<_> = self.rams.iter().map(own_bytes).collect();
-            plot.timeline.begin_merging(own?);
+            plot.timeline.begin_work(own?, merger.is_some());
+            plot.next = Instant::now();
         }
         if let (Some(path), Some(dedup)) = (&args.metrics, merger.and_then(Merger::ours)) {
             self.metrics = Some(MetricsFile::new(path, dedup));
@@ -111,14 +114,15 @@ impl Plot {
     ) -> anyhow::Result<()> {
         let start = Instant::now();
         let resident = resident_bytes(rams, merger)?;
-        let saved = match self.timeline.merging_since() {
-            Some(_) => guest_reports(rams, merger)?,
-            None => Vec::new(),
+        let saved = if self.timeline.guests().is_empty() {
+            Vec::new()
+        } else {
+            guest_reports(rams, merger)?
         };
         let saved = saved.iter().map(|guest| guest.saved_bytes).collect();
         self.timeline.sample(resident, saved, is_last);
-        let pause: Duration = start.elapsed() * SHARE;
-        self.next = Instant::now() + pause;
+        let gap = (start.elapsed() * RELIEF).min(MAX_GAP);
+        self.next = Instant::now() + gap;
         Ok(())
     }
 }

@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         args.guests(),
         host.mode(),
     );
-    let caption = caption(args, &recipe, pages);
+    let caption = caption(args, pages);
     let mut recorder = Recorder::new(args, cast.rams(), &caption)?;
     run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| {
         recorder.glance(None)
@@ -94,7 +94,7 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         stop: AtomicBool::new(false),
     };
     let merger = merger.as_ref();
-    recorder.begin_merging(args, merger)?;
+    recorder.begin_work(args, merger)?;
     let (mine, ksmd) = (cpu_time(), ksmd_cpu_time(merger)?);
     work_for_a_while(args, &mut cast, merger, &work, &mut recorder, &mut report)?;
     report.ksmd_cpu_seconds = (ksmd_cpu_time(merger)? - ksmd).as_secs_f64();
@@ -118,12 +118,12 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
 }
 
 /// What stands above the picture of a run.
-fn caption(args: &Args, recipe: &str, pages: u64) -> String {
+fn caption(args: &Args, pages: u64) -> String {
     let guests = args.guests();
     let mib = bytes_in(pages) >> 20;
     match args.image.is_empty() {
         true => format!("mini-vmm: {guests} guests of {mib} MiB while they work"),
-        false => format!("mini-vmm: {guests} guests of {mib} MiB at most, from {recipe}"),
+        false => format!("mini-vmm: {guests} guests of up to {mib} MiB, loaded from images"),
     }
 }
 

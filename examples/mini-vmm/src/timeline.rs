@@ -13,7 +13,7 @@ pub(crate) struct Sample {
     pub(crate) at: Duration,
     /// What all guests and this program take, by the host's count.
     pub(crate) resident: u64,
-    /// What is saved of each guest's memory; nothing before anything is merged.
+    /// What is saved of each guest's memory; empty before they begin to work.
     pub(crate) saved: Vec<u64>,
 }
 
@@ -25,7 +25,7 @@ pub(crate) struct Timeline {
     /// Of how many samples one is kept, and how many came since the last one.
     every: u32,
     left_out: u32,
-    /// What each guest takes by itself, and since when it is being merged.
+    /// What each guest takes by itself, and since when they are merged.
     guests: Vec<u64>,
     merging_since: Option<Duration>,
 }
@@ -43,10 +43,10 @@ impl Timeline {
         }
     }
 
-    /// From now on guests that take so much are merged.
-    pub(crate) fn begin_merging(&mut self, guests: Vec<u64>) {
+    /// From now on there are guests that take so much, and are merged perhaps.
+    pub(crate) fn begin_work(&mut self, guests: Vec<u64>, merged: bool) {
         self.guests = guests;
-        self.merging_since = Some(self.start.elapsed());
+        self.merging_since = merged.then(|| self.start.elapsed());
     }
 
     /// So it is now. `last`: this one is kept in any case.
