@@ -82,6 +82,13 @@
 //! # Ok::<(), ksm_core::Error>(())
 //! ```
 //!
+//! # Features
+//!
+//! `linux` (on by default): the backend for Linux hosts. `tracing`: see
+//! [below](#events). For tests, of this crate and of others: `script`, an operation
+//! language with which engines are compared with a naive model, and
+//! `fault-injection`, a hook at every step of a merge.
+//!
 //! # Threads
 //!
 //! A [`Ksm`] has no thread and no clock of its own. Every call is bounded. One

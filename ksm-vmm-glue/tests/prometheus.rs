@@ -247,6 +247,9 @@ fn labels_are_what_the_vmm_calls_things() {
     );
     text.demand(&quoted, PAGES);
     let families: BTreeSet<_> = text.types.keys().collect();
+    // Nor does a name stand for two where the engine calls another one so.
+    stage.collector.name_guest(third, first.to_string());
+    stage.text();
 
     // The name is free again when its guest is gone.
     stage.ksm.remove_space(first).unwrap();

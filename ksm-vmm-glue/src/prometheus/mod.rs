@@ -32,7 +32,7 @@
 
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -104,18 +104,19 @@ impl<Id: Copy + Ord + fmt::Display> Names<Id> {
         names.insert(id, name);
     }
 
-    /// A label for each of `ids`, no two alike. Forgets the names of all others.
+    /// A label for each of `ids`, no two alike. Forgets the names of those that
+    /// have gone.
     fn labels(&self, ids: &[Id]) -> BTreeMap<Id, String> {
         let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        names.retain(|id, _| ids.contains(id));
-        let mut labels = BTreeMap::new();
-        for &id in ids {
-            let name = names
-                .get(&id)
-                .filter(|name| !labels.values().any(|label| label == *name));
-            labels.insert(id, name.cloned().unwrap_or_else(|| id.to_string()));
-        }
-        labels
+        // One that came and was named since `ids` were listed is newer than they.
+        let newest = ids.iter().max();
+        names.retain(|id, _| ids.contains(id) || Some(id) > newest);
+        let mut taken: BTreeSet<String> = ids.iter().map(Id::to_string).collect();
+        let label = |&id: &Id| match names.get(&id) {
+            Some(name) if taken.insert(name.clone()) => (id, name.clone()),
+            _ => (id, id.to_string()),
+        };
+        ids.iter().map(label).collect()
     }
 }
 

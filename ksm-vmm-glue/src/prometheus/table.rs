@@ -21,7 +21,7 @@ pub(super) struct Metric<T> {
     pub(super) read: Read<T>,
 }
 
-const fn pages<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -> Metric<T> {
+const fn gauge<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -> Metric<T> {
     Metric {
         name,
         help,
@@ -39,7 +39,7 @@ const fn bytes<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -
     }
 }
 
-const fn total<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -> Metric<T> {
+const fn counter<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -> Metric<T> {
     Metric {
         name,
         help,
@@ -50,42 +50,42 @@ const fn total<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64) -
 
 /// What there is of every trust domain.
 pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
-    pages(
+    gauge(
         "ksm_pages_shared",
         "Frames that pages map as shared.",
         |stats| stats.pages_shared,
     ),
-    pages(
+    gauge(
         "ksm_pages_sharing",
         "Pages that map shared frames beyond the first of each.",
         |stats| stats.pages_sharing,
     ),
-    pages(
+    gauge(
         "ksm_pages_unshared",
         "Pages that are stable but have no equal.",
         |stats| stats.pages_unshared,
     ),
-    pages(
+    gauge(
         "ksm_pages_volatile",
         "Pages that change too fast to be merged.",
         |stats| stats.pages_volatile,
     ),
-    pages(
+    gauge(
         "ksm_zero_pages",
         "Pages of zeros that were given back and are still zero.",
         |stats| stats.ksm_zero_pages,
     ),
-    pages(
+    gauge(
         "ksm_stable_node_dups",
         "Shared frames beyond the first of their content.",
         |stats| stats.stable_node_dups,
     ),
-    pages(
+    gauge(
         "ksm_frames_lingering",
         "Frames whose memory was given back but whose number is still in use.",
         |stats| stats.frames_lingering,
     ),
-    pages(
+    gauge(
         "ksm_vmas",
         "Virtual memory areas that merging costs the process.",
         |stats| stats.vmas,
@@ -106,10 +106,10 @@ pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
         unit: Some(Unit::Bytes),
         read: Read::Signed(Stats::general_profit),
     },
-    total("ksm_pages_scanned", "Pages looked at.", |stats| {
+    counter("ksm_pages_scanned", "Pages looked at.", |stats| {
         stats.pages_scanned
     }),
-    total(
+    counter(
         "ksm_cow_breaks",
         "Merged pages that a guest wrote to.",
         |stats| stats.cow_breaks,
@@ -118,55 +118,55 @@ pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
 
 /// What there is of every guest.
 pub(super) const GUEST_METRICS: [Metric<MemoryStats>; 11] = [
-    pages("ksm_guest_pages", "Pages that are registered.", |stats| {
+    gauge("ksm_guest_pages", "Pages that are registered.", |stats| {
         stats.pages
     }),
-    pages(
+    gauge(
         "ksm_guest_rmap_items",
         "Pages of the guest that the engine keeps a record of.",
         |stats| stats.ksm_rmap_items,
     ),
-    pages(
+    gauge(
         "ksm_guest_merging_pages",
         "Pages of the guest that map a shared frame.",
         |stats| stats.ksm_merging_pages,
     ),
-    pages(
+    gauge(
         "ksm_guest_zero_pages",
         "Pages of zeros of the guest that were given back and are still zero.",
         |stats| stats.ksm_zero_pages,
     ),
-    pages(
+    gauge(
         "ksm_guest_pages_unshared",
         "Pages of the guest that are stable but have no equal.",
         |stats| stats.pages_unshared,
     ),
-    pages(
+    gauge(
         "ksm_guest_pages_volatile",
         "Pages of the guest that change too fast to be merged.",
         |stats| stats.pages_volatile,
     ),
-    pages(
+    gauge(
         "ksm_guest_pages_copied",
         "Pages that the guest wrote to after they were merged and that were not merged again.",
         |stats| stats.pages_copied,
     ),
-    pages(
+    gauge(
         "ksm_guest_vmas",
         "Virtual memory areas that merging the guest costs the process.",
         |stats| stats.vmas,
     ),
-    total(
+    counter(
         "ksm_guest_cow_breaks",
         "Merged pages that the guest wrote to.",
         |stats| stats.cow_breaks,
     ),
-    total(
+    counter(
         "ksm_guest_lease_waits",
         "Calls that waited for a region of the guest to be free.",
         |stats| stats.lease_waits,
     ),
-    total(
+    counter(
         "ksm_guest_lease_refusals",
         "Times that a pass put a busy region of the guest off.",
         |stats| stats.lease_refusals,
