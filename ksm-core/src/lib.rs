@@ -127,6 +127,7 @@ mod adapters;
 pub mod backend;
 mod budget;
 pub mod census;
+mod clone;
 mod config;
 mod domain;
 mod engine;
@@ -134,6 +135,7 @@ pub mod error;
 pub mod fault;
 mod fingerprint;
 mod frames;
+mod giveback;
 #[cfg(any(test, feature = "internals"))]
 #[doc(hidden)]
 pub mod internals;
@@ -154,10 +156,11 @@ mod sync;
 mod trace;
 mod unshare;
 mod unstable;
+mod walk;
 
 pub use backend::RegionOptions;
 pub use config::{Config, LockPolicy};
-pub use engine::{Explanation, Ksm, Quiesced, Target};
+pub use engine::{Explanation, Ksm, Quiesced, Sharer, SharingMatrix, Target};
 pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};
 pub use page::{PAGE_SIZE, PageIndex, PageRange};

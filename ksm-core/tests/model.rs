@@ -44,6 +44,7 @@ fn scripts() -> impl Strategy<Value = Readable> {
 struct Seen {
     operations: Cell<u64>,
     cow_breaks: Cell<u64>,
+    vmas_given_back: Cell<u64>,
     outcomes: Cell<OutcomeCounts>,
 }
 
@@ -53,6 +54,8 @@ impl Seen {
         self.operations.set(self.operations.get() + count);
         self.cow_breaks
             .set(self.cow_breaks.get() + stats.cow_breaks);
+        let given_back = self.vmas_given_back.get() + stats.vmas_given_back;
+        self.vmas_given_back.set(given_back);
         let mut outcomes = self.outcomes.get();
         outcomes.add(&stats.outcomes);
         self.outcomes.set(outcomes);
@@ -61,8 +64,9 @@ impl Seen {
     /// A run that never came to some corner has not tested it.
     fn demand_variety(&self) {
         assert!(self.cow_breaks.get() > 100, "hardly any COW");
-        // Moves split every huge page; nothing is ever left unseen; the budget
-        // of mappings is made for more than a few pages.
+        // Moves split every huge page; nothing is ever left unseen; and mappings
+        // are plenty, so none is given back.
+        assert_eq!(self.vmas_given_back.get(), 0);
         let unreached = [Outcome::Unseen, Outcome::Huge, Outcome::VmaBudget];
         for (outcome, count) in self.outcomes.get().iter() {
             println!("{outcome}: {count}");
@@ -76,10 +80,14 @@ impl Seen {
 }
 
 /// Runs random scripts until enough operations were applied.
-fn explore(
+fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
+    explore_on(operations, scripts(), |seed| SimHost::with(config(seed)))
+}
+
+fn explore_on(
     operations: u64,
     scripts: impl Strategy<Value = Readable>,
-    config: impl Fn(u64) -> SimConfig,
+    host: impl Fn(u64) -> SimHost,
 ) -> Seen {
     let seen = Seen::default();
     while seen.operations.get() < operations {
@@ -90,8 +98,7 @@ fn explore(
             ..Config::default()
         });
         let explored = runner.run(&(&scripts, 0..1000_u64), |(script, seed)| {
-            let host = SimHost::with(config(seed));
-            let mut runner = Runner::new(host).expect("good settings");
+            let mut runner = Runner::new(host(seed)).expect("good settings");
             let ran = runner.run(&script.0);
             ran.map_err(|mismatch| TestCaseError::fail(mismatch.to_string()))?;
             seen.note(&script.0, &runner.ksm().stats());
@@ -107,7 +114,7 @@ fn explore(
 
 #[test]
 fn the_engine_agrees_with_a_naive_oracle() {
-    let seen = explore(operations(), scripts(), |seed| SimConfig {
+    let seen = explore(operations(), |seed| SimConfig {
         seed,
         ..SimConfig::default()
     });
@@ -118,7 +125,7 @@ fn the_engine_agrees_with_a_naive_oracle() {
 /// otherwise.
 #[test]
 fn it_agrees_where_everything_is_tight() {
-    explore(operations() / 10, scripts(), |seed| SimConfig {
+    explore(operations() / 10, |seed| SimConfig {
         seed,
         max_stop: 1 + seed % 5,
         pages_per_huge: 2,
@@ -129,7 +136,7 @@ fn it_agrees_where_everything_is_tight() {
 /// A host that write-protects a guest's own pages, and cannot split huge ones.
 #[test]
 fn it_agrees_where_pages_are_protected() {
-    explore(operations() / 10, scripts(), |seed| SimConfig {
+    explore(operations() / 10, |seed| SimConfig {
         seed,
         stop: Stop::Protect,
         ..SimConfig::default()
@@ -139,11 +146,31 @@ fn it_agrees_where_pages_are_protected() {
 /// A host whose guest memory is a file of its own.
 #[test]
 fn it_agrees_where_memory_is_a_file() {
-    explore(operations() / 10, scripts(), |seed| SimConfig {
+    explore(operations() / 10, |seed| SimConfig {
         seed,
         stop: Stop::Memfd,
         ..SimConfig::default()
     });
+}
+
+/// An engine that may spend few mappings: it gives some back, and comes to rest.
+#[test]
+fn it_agrees_where_mappings_are_scarce() {
+    for stop in [Stop::Move, Stop::Protect, Stop::Memfd] {
+        let seen = explore_on(operations() / 10, scripts(), |seed| {
+            let config = SimConfig {
+                seed,
+                stop,
+                max_stop: 1 + seed % 7,
+                ..SimConfig::default()
+            };
+            SimHost::with(config).with_budget(3 + seed % 11)
+        });
+        let given_back = seen.vmas_given_back.get();
+        println!("{stop:?}: {given_back} mappings given back");
+        assert!(given_back > 100, "{stop:?}: {given_back}");
+        assert!(seen.outcomes.get()[Outcome::VmaBudget] > 100);
+    }
 }
 
 /// As [`explore`], with many small regions that come and go.
@@ -152,10 +179,13 @@ fn it_agrees_on_what_is_registered() {
     let op = any::<[u8; BYTES_PER_OP]>();
     let bytes = prop::collection::vec(op, 1..200).prop_map(|ops| ops.concat());
     let scripts = bytes.prop_map(|bytes| Readable(Script(decode_layout(&bytes))));
-    let seen = explore(operations() / 5, scripts, |seed| SimConfig {
-        seed,
-        stop: [Stop::Move, Stop::Protect, Stop::Memfd][usize::try_from(seed % 3).expect("small")],
-        ..SimConfig::default()
+    let seen = explore_on(operations() / 5, scripts, |seed| {
+        SimHost::with(SimConfig {
+            seed,
+            stop: [Stop::Move, Stop::Protect, Stop::Memfd]
+                [usize::try_from(seed % 3).expect("small")],
+            ..SimConfig::default()
+        })
     });
     assert!(seen.cow_breaks.get() > 0, "no COW");
     assert!(

@@ -108,11 +108,7 @@ impl Stage {
             for page in 0..PAGES {
                 // Content 0 is zero, the last is each guest's own.
                 let own = page == PAGES - 1;
-                let number = if own {
-                    100 + u64::from(space.number())
-                } else {
-                    page / 2
-                };
+                let number = if own { 100 + space.number() } else { page / 2 };
                 guest.write(PageIndex(page), &pattern(number));
             }
             let options = RegionOptions { dma_guarded: true };
@@ -180,6 +176,11 @@ fn every_counter_of_the_engine_is_there() {
             ),
             ("ksm_pages_scanned_total", stats.pages_scanned),
             ("ksm_cow_breaks_total", stats.cow_breaks),
+            ("ksm_vmas_given_back_total", stats.vmas_given_back),
+            ("ksm_pages_given_back_total", stats.pages_given_back),
+            ("ksm_rmap_walks_total", stats.rmap_walks),
+            ("ksm_rmap_intervals_total", stats.rmap_intervals),
+            ("ksm_rmap_longest_hold", stats.rmap_longest_hold),
         ];
         expected += all.len();
         for (name, value) in all {
@@ -206,6 +207,8 @@ fn every_counter_of_the_engine_is_there() {
             ("pages_copied", stats.pages_copied),
             ("vmas", stats.vmas),
             ("cow_breaks_total", stats.cow_breaks),
+            ("vmas_given_back_total", stats.vmas_given_back),
+            ("pages_given_back_total", stats.pages_given_back),
             ("lease_waits_total", stats.lease_waits),
             ("lease_refusals_total", stats.lease_refusals),
         ];

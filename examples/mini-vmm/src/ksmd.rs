@@ -8,16 +8,17 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use ksm_core::page::{PAGE_SIZE, bytes_in};
+use ksm_core::page::{PAGE_SIZE, bytes_in, pages_in};
 use ksm_core::{MemoryStats, Stats};
 use ksm_vmm_glue::Pacing;
 use procfs::PhysicalPageFlags;
 use procfs::process::{MemoryPageFlags, PageInfo, Process, all_processes};
-use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _, MemoryRegionAddress};
+use vm_memory::{
+    GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _, MemoryRegionAddress,
+};
 
 use crate::keeper::Keeper;
-use crate::kvm_slots::advise_mergeable;
-use crate::ram::Ram;
+use crate::kvm_slots::{advise_mergeable, advise_unmergeable};
 
 const SYSFS: &str = "/sys/kernel/mm/ksm";
 /// A page must be seen twice, and its equal in the same pass.
@@ -32,7 +33,7 @@ const GLANCE: Duration = Duration::from_millis(20);
 pub(crate) struct Ksmd {
     /// Gives the host its settings back.
     _keeper: Keeper,
-    rams: Vec<Ram>,
+    guests: Vec<GuestMemoryMmap>,
     pacing: Pacing,
     /// What the counters that only grow stood at.
     at_start: Totals,
@@ -60,9 +61,9 @@ impl Totals {
 }
 
 impl Ksmd {
-    /// Makes the work memory of all guests mergeable, and sets ksmd up. It does
-    /// not run yet.
-    pub(crate) fn new(rams: Vec<Ram>, pacing: Pacing) -> anyhow::Result<Self> {
+    /// Makes this memory of all guests mergeable, and sets ksmd up. It does not
+    /// run yet.
+    pub(crate) fn new(guests: Vec<GuestMemoryMmap>, pacing: Pacing) -> anyhow::Result<Self> {
         for name in ["pages_shared", "pages_unshared", "ksm_zero_pages"] {
             let pages = count(name)?;
             if pages > 0 {
@@ -79,12 +80,12 @@ impl Ksmd {
         set("use_zero_pages", "1")?;
         set("pages_to_scan", &pacing.pages_to_scan.to_string())?;
         set("sleep_millisecs", &pacing.sleep_millisecs.to_string())?;
-        for ram in &rams {
-            advise_mergeable(&ram.work).context("MADV_MERGEABLE")?;
+        for memory in &guests {
+            advise_mergeable(memory).context("MADV_MERGEABLE")?;
         }
         Ok(Self {
             _keeper: keeper,
-            rams,
+            guests,
             pacing,
             at_start: Totals::now()?,
         })
@@ -124,6 +125,15 @@ impl Ksmd {
         set("run", "0")
     }
 
+    /// Takes back what was merged, and gives the host its settings back: the guests'
+    /// memory is their own then, and another engine may have it.
+    pub(crate) fn undo(self) -> anyhow::Result<()> {
+        for memory in &self.guests {
+            advise_unmergeable(memory).context("MADV_UNMERGEABLE")?;
+        }
+        Ok(())
+    }
+
     /// Its counters, under the engine's names, which are the kernel's.
     pub(crate) fn stats(&self) -> anyhow::Result<Stats> {
         let totals = Totals::now()?;
@@ -149,12 +159,12 @@ impl Ksmd {
     /// `/proc/kpageflags` have them (mappings of neighbouring guests are one in
     /// `/proc/self/smaps`).
     pub(crate) fn guest_stats(&self, index: usize) -> anyhow::Result<MemoryStats> {
-        let ram = &self.rams[index];
+        let memory = &self.guests[index];
         let mut pagemap = Process::myself()?.pagemap().context("/proc/self/pagemap")?;
         let all_flags = File::open("/proc/kpageflags").context("/proc/kpageflags")?;
         let mut stats = MemoryStats::default();
-        stats.pages = ram.pages();
-        for region in ram.work.iter() {
+        stats.pages = memory.iter().map(|region| pages_in(region.len())).sum();
+        for region in memory.iter() {
             let start = region.get_host_address(MemoryRegionAddress(0))?.addr();
             let first = start / PAGE_SIZE;
             for page in pagemap.get_range_info(first..first + region.size() / PAGE_SIZE)? {

@@ -1,15 +1,21 @@
 //! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
 //! here; a pass, DMA, holding still, and counters have modules of their own.
 
+mod fork;
+mod give_back;
 mod pass;
 mod pin;
 mod quiesce;
 mod report;
+mod reshape;
 mod retired;
+mod sharers;
+mod take_over;
 mod turn;
 
 pub use quiesce::Quiesced;
 pub use report::Explanation;
+pub use sharers::{Sharer, SharingMatrix};
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -111,6 +117,14 @@ impl<B: Backend> Ksm<B> {
         Ok(space)
     }
 
+    /// The trust domain of an address space.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`].
+    pub fn space_domain(&self, space: SpaceId) -> Result<DomainId, Error> {
+        Ok(self.layout.domain_of(space)?.id)
+    }
+
     /// Takes a piece of a guest's memory under care. It is first looked at by
     /// the next pass.
     ///
@@ -141,9 +155,13 @@ impl<B: Backend> Ksm<B> {
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
         }
-        let region = |id| Region::new(id, space, domain, memory, options);
-        let region = self.layout.add_region(region);
-        Ok(region.ok_or(RegisterError::TooLarge { pages })?)
+        let anon_vma = domain.anon_vmas.create();
+        let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
+        Ok(self.layout.add_region(|id| {
+            let region = Region::new(id, space, domain, memory, options, anon_vma);
+            region.anon_vma.add(region.linear_range(), id);
+            region
+        }))
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
@@ -168,7 +186,7 @@ impl<B: Backend> Ksm<B> {
 
     fn detach(&self, region: &Arc<Region<B>>) -> Result<(), Error> {
         let _layout = self.layout_turn()?;
-        if !region.pins.close() {
+        if !region.close() {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
@@ -177,7 +195,7 @@ impl<B: Backend> Ksm<B> {
         }
         let done = self.undo(region);
         if done.is_err() {
-            region.pins.reopen();
+            region.reopen();
             self.retired.cancel(&self.layout, region);
         }
         done
@@ -191,13 +209,16 @@ impl<B: Backend> Ksm<B> {
         // The lease waits for a pass that is looking at the region.
         let guard = region.lock()?;
         guard.memory().detach();
-        for (_, record) in region.pages().seen(region.range()) {
-            if let Some(frame) = record.frame {
-                region.domain.abandon(frame);
-            }
-        }
-        self.retired.end(region);
+        guard.leave();
+        self.retire(region);
         Ok(())
+    }
+
+    fn retire(&self, region: &Region<B>) {
+        region.abandon();
+        let (pages, domain) = (region.linear_range(), &region.domain);
+        domain.anon_vmas.remove(&region.anon_vma, pages, region.id);
+        self.retired.end(region);
     }
 
     /// Unregisters what is left of a guest and forgets it.
@@ -211,6 +232,21 @@ impl<B: Backend> Ksm<B> {
         self.layout.remove_space(space);
         self.retired.forget_space(space);
         trace::space_forgotten(space);
+        Ok(())
+    }
+
+    /// Forgets a guest that is no more, content and all: its memory reads zero, and
+    /// maps no frame. Quick, as nothing is copied.
+    ///
+    /// # Errors
+    /// As [`Ksm::discard`] and [`Ksm::unregister`]: what is left of the guest stays
+    /// registered.
+    pub fn drop_space(&self, space: SpaceId) -> Result<(), Error> {
+        for region in self.layout.regions_of(space)? {
+            unshare::discard(&region, region.range())?;
+            self.unregister(region.id)?;
+        }
+        self.layout.remove_space(space);
         Ok(())
     }
 

@@ -38,6 +38,8 @@ impl Counts {
             pages_scanned: region.tally().pages_scanned,
             memory: MemoryStats {
                 cow_breaks: stats.cow_breaks,
+                vmas_given_back: stats.vmas_given_back,
+                pages_given_back: stats.pages_given_back,
                 lease_waits: stats.lease_waits,
                 lease_refusals: stats.lease_refusals,
                 outcomes: stats.outcomes,

@@ -10,7 +10,7 @@ use std::fmt;
 
 use crate::fingerprint::{Digest, Fingerprint};
 use crate::page::{FrameId, PageIndex};
-use crate::region::{Place, RegionId};
+use crate::region::{AnonVmaId, Place};
 use crate::stable::{Found, StableTree};
 use crate::unstable::UnstableTree;
 
@@ -220,7 +220,7 @@ pub fn unstable(ops: &[TreeOp]) -> Result<(), String> {
     let tree = UnstableTree::new(8);
     let mut model = BTreeMap::new();
     for (at, (op, page)) in ops.iter().zip(0..).enumerate() {
-        let item = Place::new(RegionId(1), PageIndex(page));
+        let item = Place::new(AnonVmaId(1), PageIndex(page));
         match *op {
             TreeOp::Put(key) | TreeOp::Find(key) => {
                 let fingerprint = key.fingerprint();

@@ -71,7 +71,10 @@ fn decode_with<'a>(bytes: &'a [u8], limits: Limits, op: fn(&mut Decoder<'a>, u8)
     for chunk in chunks {
         decoder.bytes = chunk.iter();
         let code = decoder.byte();
-        op(&mut decoder, code % 64);
+        match code {
+            240.. => decoder.reshape_op(code),
+            code => op(&mut decoder, code % 64),
+        }
     }
     decoder.ops
 }
@@ -127,7 +130,7 @@ impl Decoder<'_> {
             28..=32 => self.unregister(),
             33..=38 => self.again(),
             39..=42 => self.space(),
-            43..=45 => self.remove(),
+            43..=45 => self.remove(false),
             46..=47 => self.forget(),
             48..=51 => self.on_pages(|region, range| Op::Discard { region, range }),
             52..=54 => self.on_pages(|region, range| Op::PinGuard { region, range }),
@@ -223,9 +226,82 @@ impl Decoder<'_> {
             59 => self.space(),
             60 => self.unregister(),
             61 => self.again(),
-            62 => self.remove(),
+            62 => self.remove(false),
             _ => self.panic(),
         }
+    }
+
+    /// The operations that regions are changed by as a whole.
+    fn reshape_op(&mut self, code: u8) {
+        let alive = self.regions.iter().filter(|known| known.registered);
+        let room = alive.count() < self.limits.regions;
+        match code {
+            240..=243 if room => self.split(),
+            244..=247 if room => self.clone_region(),
+            248..=249 => self.move_region(),
+            250..=251 if room => self.take_over(),
+            252 => self.remove(true),
+            _ => {
+                let Some(region) = self.region() else { return };
+                let page = self.range(region).start;
+                self.ops.push(Op::Unshare { region, page });
+            }
+        }
+    }
+
+    fn split(&mut self) {
+        let Some(region) = self.region() else { return };
+        let page = self.range(region).start;
+        self.ops.push(Op::Split { region, page });
+        if page.0 > 0 {
+            let old = self.regions[region];
+            self.regions[region].registered = false;
+            let pages = [page.0, old.pages - page.0];
+            let parts = pages.map(|pages| Known { pages, ..old });
+            self.regions.extend(parts);
+        }
+    }
+
+    fn clone_region(&mut self) {
+        let Some(region) = self.region() else { return };
+        let space = self.below(self.spaces.len());
+        let old = self.regions[region];
+        let registered = self.spaces[space].is_some();
+        self.ops.push(Op::Clone { space, region });
+        self.regions.push(Known {
+            space,
+            registered,
+            ..old
+        });
+    }
+
+    fn move_region(&mut self) {
+        let Some(region) = self.region() else { return };
+        let old = self.regions[region];
+        self.regions[region].registered = false;
+        self.regions.push(old);
+        self.ops.push(Op::Move { region });
+    }
+
+    fn take_over(&mut self) {
+        let space = self.below(self.spaces.len());
+        let pages = 1 + u64::from(self.byte()) % self.limits.pages;
+        let content = Content {
+            number: u32::from(self.byte() & 7),
+            last: 0,
+        };
+        let guarded = self.flip();
+        self.ops.push(Op::TakeOver {
+            space,
+            pages,
+            content,
+            guarded,
+        });
+        self.regions.push(Known {
+            pages,
+            space,
+            registered: self.spaces[space].is_some(),
+        });
     }
 
     fn fail(&mut self) {
@@ -324,7 +400,7 @@ impl Decoder<'_> {
         });
     }
 
-    fn remove(&mut self) {
+    fn remove(&mut self, drop: bool) {
         let space = self.below(self.spaces.len());
         if space == 0 {
             return;
@@ -333,7 +409,10 @@ impl Decoder<'_> {
         for known in &mut self.regions {
             known.registered &= known.space != space;
         }
-        self.ops.push(Op::Remove { space });
+        self.ops.push(match drop {
+            true => Op::Drop { space },
+            false => Op::Remove { space },
+        });
     }
 
     /// Forgets a domain, which is refused if a space is in it.

@@ -48,6 +48,16 @@ impl Oracle {
         }
     }
 
+    /// Nothing was ever written.
+    pub(super) fn clear(&mut self) {
+        self.0.fill(Cell::Absent);
+    }
+
+    /// Who made zero pages is not known any more.
+    pub(super) fn blur_all(&mut self) {
+        self.range().iter().for_each(|page| self.blur(page));
+    }
+
     /// The page reads zero, but who made it so is not known any more.
     pub(super) fn blur(&mut self, page: PageIndex) {
         if self.reads(page, &PageBuf::zeroed()) {

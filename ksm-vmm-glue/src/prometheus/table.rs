@@ -49,7 +49,7 @@ const fn counter<T>(name: &'static str, help: &'static str, read: fn(&T) -> u64)
 }
 
 /// What there is of every trust domain.
-pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
+pub(super) const DOMAIN_METRICS: [Metric<Stats>; 18] = [
     gauge(
         "ksm_pages_shared",
         "Frames that pages map as shared.",
@@ -106,6 +106,31 @@ pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
         unit: Some(Unit::Bytes),
         read: Read::Signed(Stats::general_profit),
     },
+    gauge(
+        "ksm_rmap_longest_hold",
+        "The most nodes of an interval tree that a walk looked at under one lock.",
+        |stats| stats.rmap_longest_hold,
+    ),
+    counter(
+        "ksm_rmap_walks",
+        "Walks from a frame to the pages that map it.",
+        |stats| stats.rmap_walks,
+    ),
+    counter(
+        "ksm_rmap_intervals",
+        "Regions that such walks found.",
+        |stats| stats.rmap_intervals,
+    ),
+    counter(
+        "ksm_vmas_given_back",
+        "Virtual memory areas given back for others that save more.",
+        |stats| stats.vmas_given_back,
+    ),
+    counter(
+        "ksm_pages_given_back",
+        "Pages that were taken off frames for that.",
+        |stats| stats.pages_given_back,
+    ),
     counter("ksm_pages_scanned", "Pages looked at.", |stats| {
         stats.pages_scanned
     }),
@@ -117,7 +142,7 @@ pub(super) const DOMAIN_METRICS: [Metric<Stats>; 13] = [
 ];
 
 /// What there is of every guest.
-pub(super) const GUEST_METRICS: [Metric<MemoryStats>; 11] = [
+pub(super) const GUEST_METRICS: [Metric<MemoryStats>; 13] = [
     gauge("ksm_guest_pages", "Pages that are registered.", |stats| {
         stats.pages
     }),
@@ -160,6 +185,16 @@ pub(super) const GUEST_METRICS: [Metric<MemoryStats>; 11] = [
         "ksm_guest_cow_breaks",
         "Merged pages that the guest wrote to.",
         |stats| stats.cow_breaks,
+    ),
+    counter(
+        "ksm_guest_vmas_given_back",
+        "Virtual memory areas of the guest given back for others that save more.",
+        |stats| stats.vmas_given_back,
+    ),
+    counter(
+        "ksm_guest_pages_given_back",
+        "Pages of the guest that were taken off frames for that.",
+        |stats| stats.pages_given_back,
     ),
     counter(
         "ksm_guest_lease_waits",
