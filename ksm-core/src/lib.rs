@@ -111,7 +111,7 @@
 //!
 //! | target | level | event |
 //! |---|---|---|
-//! | `ksm_core::layout` | info | domains, spaces and regions that come and go |
+//! | `ksm_core::layout` | info | domains, spaces and regions that come, change and go |
 //! | | warn | a region that stays registered, since it could not be unregistered |
 //! | `ksm_core::pass` | debug | a pass has ended: pages looked at, merged, made zero |
 //! | | debug, a span | a call of [`Ksm::scan`] |

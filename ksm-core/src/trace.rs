@@ -65,6 +65,18 @@ pub(crate) fn registered(region: RegionId, space: SpaceId, pages: u64, dma_guard
     event!(INFO, LAYOUT, %region, %space, pages, dma_guarded, "region registered");
 }
 
+pub(crate) fn cloned(parent: RegionId, region: RegionId, space: SpaceId) {
+    event!(INFO, LAYOUT, %parent, %region, %space, "region cloned");
+}
+
+pub(crate) fn moved(old: RegionId, region: RegionId) {
+    event!(INFO, LAYOUT, %old, %region, "region moved");
+}
+
+pub(crate) fn split(old: RegionId, parts: [RegionId; 2]) {
+    event!(INFO, LAYOUT, %old, first = %parts[0], second = %parts[1], "region split");
+}
+
 pub(crate) fn unregistered(region: RegionId, done: &Result<(), Error>) {
     match done {
         Ok(()) => event!(INFO, LAYOUT, %region, "region unregistered"),

@@ -11,6 +11,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
+use crate::trace;
 use crate::unshare;
 
 impl<B: Backend> Ksm<B> {
@@ -56,6 +57,7 @@ impl<B: Backend> Ksm<B> {
         // Published before the parent can leave with the anon_vma.
         let id = self.publish(clone.ready());
         drop(last);
+        trace::cloned(parent.id, id, space);
         Ok(id)
     }
 
@@ -79,8 +81,9 @@ impl<B: Backend> Ksm<B> {
             return Err(Error::Pinned { region });
         }
         let moved = self.move_pages(&old, new);
-        if moved.is_err() {
-            old.reopen();
+        match &moved {
+            Ok(new) => trace::moved(region, *new),
+            Err(_) => old.reopen(),
         }
         moved
     }

@@ -247,6 +247,8 @@ impl<B: Backend> Ksm<B> {
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);
+        self.retired.forget_space(space);
+        trace::space_forgotten(space);
         Ok(())
     }
 
