@@ -11,6 +11,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
+use crate::trace;
 use crate::unshare;
 
 /// How many windows are cloned under one hold of the parent's lease: to look at a
@@ -59,7 +60,9 @@ impl<B: Backend> Ksm<B> {
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
-                return Ok(self.publish(clone.ready()));
+                let id = self.publish(clone.ready());
+                trace::cloned(parent.id, id, space);
+                return Ok(id);
             }
         }
     }
@@ -89,8 +92,9 @@ impl<B: Backend> Ksm<B> {
             return Err(Error::Pinned { region });
         }
         let moved = self.move_pages(&old, new);
-        if moved.is_err() {
-            old.reopen();
+        match &moved {
+            Ok(new) => trace::moved(region, *new),
+            Err(_) => old.reopen(),
         }
         moved
     }
@@ -105,7 +109,7 @@ impl<B: Backend> Ksm<B> {
             new.take(&guard, chunk)?;
         }
         let id = self.publish(new.ready());
-        self.layout.remove_region(old.id);
+        self.retired.begin(&self.layout, old);
         unshare::give_up(&guard);
         guard.memory().detach();
         guard.leave();
