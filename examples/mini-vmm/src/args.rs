@@ -1,14 +1,14 @@
 //! The command line.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
-use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
+use ksm_core::page::bytes_in;
 
-use crate::layout::{MAX_WORK_BYTES, control_bytes};
+use crate::layout::control_bytes;
 use crate::linux::options::LinuxArgs;
+use crate::mem_size::MemSize;
 use crate::recipe::{PRESETS, Recipe};
 use crate::reshape::ReshapeArgs;
 
@@ -73,6 +73,14 @@ pub(crate) struct Args {
     /// End standard output with one line of JSON
     #[arg(long)]
     pub(crate) json: bool,
+
+    /// Draw memory over time: what each guest takes, and what is saved
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Write the counters for Prometheus, every second and at the end
+    #[arg(long, value_name = "FILE", conflicts_with = "no_dedup")]
+    pub(crate) metrics: Option<PathBuf>,
 
     /// Pages to scan before the scanner sleeps
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
@@ -153,6 +161,7 @@ impl Args {
             (self.no_dedup, "--no-dedup"),
             (self.max_vmas.is_some(), "--max-vmas"),
             (self.no_blocks, "--no-blocks"),
+            (self.metrics.is_some(), "--metrics"),
             // It merges private anonymous memory alone.
             (
                 self.memory != MemoryKind::Anonymous,
@@ -233,44 +242,6 @@ pub(crate) enum MemoryKind {
     Mixed,
 }
 
-/// A number of bytes: whole pages, not more than a guest can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MemSize(u64);
-
-impl MemSize {
-    /// In pages.
-    pub(crate) const fn pages(self) -> u64 {
-        pages_in(self.0)
-    }
-}
-
-impl FromStr for MemSize {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (digits, shift) = match text.char_indices().next_back() {
-            Some((at, 'K' | 'k')) => (&text[..at], 10),
-            Some((at, 'M' | 'm')) => (&text[..at], 20),
-            Some((at, 'G' | 'g')) => (&text[..at], 30),
-            _ => (text, 0),
-        };
-        let number: u64 = digits
-            .parse()
-            .map_err(|_| "expected a number with K, M or G behind it, such as 128M".to_owned())?;
-        let bytes = number.saturating_mul(1 << shift);
-        if !(MIN_BYTES..=MAX_WORK_BYTES).contains(&bytes) {
-            return Err("expected 1M to 64G".to_owned());
-        }
-        if !bytes.is_multiple_of(PAGE_SIZE_U64) {
-            return Err(format!("expected a multiple of {PAGE_SIZE_U64}"));
-        }
-        Ok(Self(bytes))
-    }
-}
-
-/// The least memory of a guest.
-const MIN_BYTES: u64 = 1 << 20;
-
 fn after_help() -> String {
     let presets: String = PRESETS
         .iter()
@@ -310,6 +281,7 @@ Examples:
   mini-vmm --seconds 60 --recipe lockstep --verify
   mini-vmm --seconds 60 --recipe chaos --chaos --verify
   mini-vmm --recipe poison,order=scattered,rest=500
+  mini-vmm --plot memory.svg --metrics ksm.prom
   mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify
   mini-vmm --image a.ram b.ram c.ram --engine kernel --verify
   mini-vmm --guests 2 --kernel bzImage --initrd initrd.img --boot-marker login:
@@ -375,6 +347,10 @@ mod tests {
             &["--engine", "kernel", "--memory", "mixed"],
             &["--image", "a", "b", "--guests", "1"],
             &["--kernel", "a", "--verify"],
+            &["--kernel", "a", "--fork", "1"],
+            &["--engine", "kernel", "--fork", "1"],
+            &["--hotplug", "1", "--no-dedup"],
+            &["--hotplug", "1", "--host-threads"],
             &["--kernel", "a", "--memory", "memfd"],
             &[
                 "--kernel",

@@ -44,9 +44,14 @@ impl Cast {
         self.guests.extend(clones);
     }
 
+    pub(crate) fn rams(&self) -> Vec<Ram> {
+        let guests = self.guests.iter();
+        guests.map(|guest| guest.ram().clone()).collect()
+    }
+
     /// The memory of each, with its number; those from `guests` on are clones, of one
     /// guest after another.
-    pub(crate) fn rams(&self, guests: usize) -> Vec<(usize, Option<usize>, Ram)> {
+    pub(crate) fn family(&self, guests: usize) -> Vec<(usize, Option<usize>, Ram)> {
         let ram = |guest: &Guest| {
             let clone = guest.index().checked_sub(guests);
             let parent = clone.map(|clone| clone % guests);

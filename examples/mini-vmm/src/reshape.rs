@@ -4,8 +4,9 @@ use clap::ValueEnum;
 use ksm_core::LockPolicy;
 use ksm_core::page::bytes_in;
 
-use crate::args::{Args, Engine, MemSize};
+use crate::args::{Args, Engine};
 use crate::layout::{Windows, control_bytes};
+use crate::mem_size::MemSize;
 
 /// What comes and goes meanwhile.
 #[derive(Clone, Debug, clap::Args)]

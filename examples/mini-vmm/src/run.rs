@@ -12,7 +12,7 @@ use crate::args::{Args, Engine};
 use crate::cast::{Cast, guest_pages, make_guests, pacing, register};
 use crate::chaos::{ChaosTally, disturb};
 use crate::dedup::Dedup;
-use crate::figures::{add_counters, check, guest_reports, measure};
+use crate::figures::{add_counters, check, family_reports, measure};
 use crate::forks::{Forks, raise};
 use crate::guest::{Guest, Work};
 use crate::host::Host;
@@ -24,6 +24,7 @@ use crate::merger::Merger;
 use crate::phase::run_guests;
 use crate::plan::{duplicate_pages, mergeable_pages};
 use crate::progress::Progress;
+use crate::recorder::Recorder;
 use crate::report::{ImageReport, Report};
 use crate::savings::Savings;
 use crate::usage::{Usage, cpu_time};
@@ -53,7 +54,11 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         args.guests(),
         host.mode(),
     );
-    run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| Ok(()))?;
+    let caption = caption(args, pages);
+    let mut recorder = Recorder::new(args, cast.rams(), &caption)?;
+    run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| {
+        recorder.glance(None)
+    })?;
     let before = Usage::now(cast.file_bytes()?)?;
 
     let mut report = Report {
@@ -97,8 +102,9 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         stop: AtomicBool::new(false),
     };
     let merger = merger.as_ref();
+    recorder.begin_work(args, merger)?;
     let (mine, ksmd) = (cpu_time(), ksmd_cpu_time(merger)?);
-    work_for_a_while(args, &mut cast, merger, &work, &mut report)?;
+    work_for_a_while(args, &mut cast, merger, &work, &mut recorder, &mut report)?;
     if args.reshape.fork > 0 && images.is_empty() {
         report.mergeable_bytes = bytes_in(mergeable_now(args, &cast, &work));
     }
@@ -117,8 +123,19 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
             .map_or(report.vmas_added.unsigned_abs(), |_| stats.vmas);
         report.images = Some(ImageReport::new(&cast.images, &stats, vmas));
     }
+    recorder.finish(merger)?;
     check(args, &mut cast, merger, &work, &mut report)?;
     Ok(report)
+}
+
+/// What stands above the picture of a run.
+fn caption(args: &Args, pages: u64) -> String {
+    let guests = args.guests();
+    let mib = bytes_in(pages) >> 20;
+    match args.image.is_empty() {
+        true => format!("mini-vmm: {guests} guests of {mib} MiB while they work"),
+        false => format!("mini-vmm: {guests} guests of up to {mib} MiB, loaded from images"),
+    }
 }
 
 fn ksmd_cpu_time(merger: Option<&Merger>) -> anyhow::Result<Duration> {
@@ -183,6 +200,7 @@ fn work_for_a_while(
     cast: &mut Cast,
     merger: Option<&Merger>,
     work: &Work,
+    recorder: &mut Recorder,
     report: &mut Report,
 ) -> anyhow::Result<()> {
     let start = Instant::now();
@@ -193,7 +211,7 @@ fn work_for_a_while(
     let mut savings = Savings::default();
     let scanner = merger.map(Merger::start).transpose()?.flatten();
     let calm = AtomicBool::new(false);
-    let rams = cast.rams(cast.guests.len());
+    let rams = cast.family(cast.guests.len());
 
     let boards = boards(args, cast)?;
     let (births, born) = mpsc::channel();
@@ -263,6 +281,7 @@ fn work_for_a_while(
                 if let Some(stats) = &stats {
                     savings.sample(start.elapsed(), stats.saved_bytes());
                 }
+                recorder.glance(merger)?;
                 if progress.is_due() {
                     let clones = forks.as_ref().map(Forks::born).unwrap_or_default();
                     let clones = clones.into_iter();
@@ -271,7 +290,7 @@ fn work_for_a_while(
                     let all: Vec<_> = rams.iter().cloned().chain(clones).collect();
                     let further = churn.filter(|_| args.reshape.hotplug > 0);
                     let further = further.map(|churn| churn.line(&boards));
-                    progress.show(&guest_reports(&all, merger)?, further, stats.as_ref());
+                    progress.show(&family_reports(&all, merger)?, further, stats.as_ref());
                 }
                 Ok(())
             },

@@ -15,6 +15,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
 use crate::scan::{Aim, Survey};
 use crate::stats::ScanReport;
+use crate::trace::{self, PassTally};
 
 /// How often a pass goes after regions that came while it ran. A layout that
 /// never stands still must not keep it from ending.
@@ -31,6 +32,7 @@ pub(super) struct Pass {
     todo: VecDeque<(RegionId, PageIndex)>,
     /// Regions that were busy, to be waited for at the end of the pass.
     deferred: VecDeque<(RegionId, PageIndex)>,
+    tally: PassTally,
 }
 
 /// The regions that a pass goes through: those of one edition of the layout.
@@ -62,6 +64,7 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::Quiesced`] when the calling thread holds the engine still;
     /// [`Error::Backend`] when the page map cannot be read.
     pub fn scan(&self, budget: u64) -> Result<ScanReport, Error> {
+        let _span = trace::scan(budget);
         let mut report = ScanReport::default();
         let Some(scanner) = self.scanner.try_lock()? else {
             report.busy = true;
@@ -105,6 +108,15 @@ impl<B: Backend> Ksm<B> {
                 scanner.journal().todo.push_front((id, next));
             }
         }
+        let tally = {
+            let mut pass = scanner.journal();
+            pass.tally.add(&report);
+            pass.tally
+        };
+        drop(scanner);
+        if report.passes > 0 {
+            trace::pass_ended(self.full_scans.load(Ordering::Relaxed), &tally);
+        }
         Ok(report)
     }
 
@@ -118,6 +130,7 @@ impl<B: Backend> Ksm<B> {
         self.vmas.start_pass();
         self.take_in(pass, 0);
         pass.rounds = 1;
+        pass.tally = PassTally::default();
     }
 
     /// Puts the regions from number `first` on on the list.
@@ -181,11 +194,17 @@ impl<B: Backend> Ksm<B> {
         drop(guard);
         report.pages_scanned += findings.scanned;
         report.outcomes.add(&findings.outcomes);
+        let looked_at = PageRange {
+            start: from,
+            end: findings.next,
+        };
+        let mergeable = findings.wishes.len();
         for (id, wishes) in by_region(findings.wishes) {
             if let Ok(region) = self.layout.region(id) {
                 self.merge_region(&region, wishes, aim, report)?;
             }
         }
+        trace::window(region.id, looked_at, findings.scanned, mergeable);
         Ok(findings.next)
     }
 
@@ -249,6 +268,7 @@ impl<B: Backend> Ksm<B> {
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
+        trace::merges(region.id, &outcomes);
         Ok(())
     }
 }

@@ -5,6 +5,7 @@ use crate::backend::{Backend, Memory};
 use crate::error::Error;
 use crate::page::{PageIndex, PageRange};
 use crate::region::{PageTable, Region, RegionId};
+use crate::trace;
 
 impl<B: Backend> Ksm<B> {
     /// Cuts a region in two, the second beginning with `page`: two regions with
@@ -53,6 +54,7 @@ impl<B: Backend> Ksm<B> {
         ];
         whole.anon_vma.replace((linear, region), &parts);
         guard.leave();
+        trace::split(region, ids);
         Ok(ids)
     }
 

@@ -12,6 +12,7 @@ use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
 use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId, SpaceId};
 use crate::rmap::ItemId;
+use crate::trace;
 use crate::unshare;
 
 /// How often a frame is sought for a page.
@@ -74,7 +75,7 @@ impl<B: Backend> Ksm<B> {
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
         let domain = self.layout.domain_of(space)?;
-        let memory = self.backend.attach(source, options)?;
+        let memory = self.backend.attach_unused(source, options)?;
         let pages = memory.len();
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
@@ -94,6 +95,7 @@ impl<B: Backend> Ksm<B> {
         }
         let region = taking.0.take().expect("just looked at");
         self.layout.enter(region);
+        trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }
 

@@ -126,13 +126,14 @@ impl<B: Backend> Layout<B> {
     }
 
     /// Enters a region.
-    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> RegionId {
+    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> Arc<Region<B>> {
         self.regions.edit(|regions| {
             let id = RegionId(regions.next);
             let mut regions = regions.clone();
             regions.next += 1;
-            regions.list.push(Arc::new(make(id)));
-            (Some(regions), id)
+            let region = Arc::new(make(id));
+            regions.list.push(Arc::clone(&region));
+            (Some(regions), region)
         })
     }
 
@@ -198,6 +199,13 @@ impl<B: Backend> Layout<B> {
 
     pub(crate) fn domains(&self) -> Vec<Arc<Domain<B>>> {
         self.registry.lock().domains.values().cloned().collect()
+    }
+
+    /// The address spaces, each with its domain.
+    pub(crate) fn spaces(&self) -> Vec<(SpaceId, DomainId)> {
+        let registry = self.registry.lock();
+        let spaces = registry.spaces.iter();
+        spaces.map(|(&space, domain)| (space, domain.id)).collect()
     }
 
     /// The regions that stand now, in the order of their registration. Waits

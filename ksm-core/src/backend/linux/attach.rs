@@ -16,7 +16,7 @@ use super::source::HostRegion;
 use super::span::Span;
 use super::staging::Staging;
 use super::uffd::Mode;
-use super::vet::{Part, vet};
+use super::vet::{Content, Part, vet};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Memory, RegionOptions};
 use crate::error::{BackendError, MemfdFault, RegisterError};
@@ -28,6 +28,7 @@ impl LinuxMemory {
         host: Arc<Host>,
         source: HostRegion,
         options: RegionOptions,
+        content: Content,
     ) -> Result<Self, RegisterError> {
         let bytes = source.byte_len();
         let start = source
@@ -49,7 +50,13 @@ impl LinuxMemory {
         let by_move = memfd.is_none() && stops_by_move(&host, options)?;
         let staging =
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
-        let parts = vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?;
+        let parts = vet(
+            host.smaps.as_fd(),
+            span,
+            staging.span(),
+            memfd.as_ref(),
+            content,
+        )?;
         // From here on dropping it undoes what was done.
         let mut memory = Self {
             host,
@@ -65,17 +72,20 @@ impl LinuxMemory {
             anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         };
-        memory.take_over(address)?;
+        memory.take_over(address, content)?;
         memory.anchors = memory.drop_anchors();
         Ok(memory)
     }
 
-    fn take_over(&self, address: u64) -> Result<(), RegisterError> {
+    fn take_over(&self, address: u64, content: Content) -> Result<(), RegisterError> {
         // A page that a child shares cannot be moved (design fact 6).
         mapping::advise(self.span, Advice::LinuxDontFork)
             .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))?;
         let registered = if self.by_move {
             self.staging.open()
+        } else if content == Content::Unused && self.memfd.is_none() {
+            // What is put in place of its pages is registered there.
+            Ok(())
         } else {
             self.host.uffd.register(self.span, Mode::WriteProtect)
         };

@@ -21,6 +21,15 @@ pub(super) struct Part {
     pub(super) attributes: Attributes,
 }
 
+/// What becomes of the pages of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// They are stopped and merged, as they are.
+    Live,
+    /// All are replaced before anybody uses them.
+    Unused,
+}
+
 /// Checks every mapping of `span` and lists what each carries.
 ///
 /// `staging` is a mapping made a moment ago: what it carries unasked, all later
@@ -31,6 +40,7 @@ pub(super) fn vet(
     span: Span,
     staging: Span,
     memfd: Option<&Memfd>,
+    content: Content,
 ) -> Result<Vec<Part>, RegisterError> {
     let maps = read_maps(smaps)?;
     let (start, end) = (span.address(), span.address() + span.bytes());
@@ -49,7 +59,7 @@ pub(super) fn vet(
             return Err(RegisterError::HugeTlb { address: at });
         }
         match memfd {
-            None => vet_anonymous(map, at)?,
+            None => vet_private(map, at, content)?,
             Some(memfd) => memfd.vet(map, at, at - start)?,
         }
         vet_mapping(map, at)?;
@@ -88,11 +98,12 @@ fn vet_mapping(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
     Ok(())
 }
 
-fn vet_anonymous(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
+fn vet_private(map: &MemoryMap, address: u64, content: Content) -> Result<(), RegisterError> {
     if map.perms.contains(MMPermissions::SHARED) {
         return Err(RegisterError::Shared { address });
     }
-    if map.inode != 0 {
+    // Writes to such a page cannot be stopped (design fact 16).
+    if map.inode != 0 && content == Content::Live {
         return Err(RegisterError::PrivateFile { address });
     }
     Ok(())
