@@ -1,6 +1,5 @@
 //! Taking guest memory under care, and parting it.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -50,13 +49,7 @@ impl LinuxMemory {
         let by_move = memfd.is_none() && stops_by_move(&host, options)?;
         let staging =
             Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
-        let parts = vet(
-            host.smaps.as_fd(),
-            span,
-            staging.span(),
-            memfd.as_ref(),
-            content,
-        )?;
+        let parts = vet(&host.smaps, span, staging.span(), memfd.as_ref(), content)?;
         // From here on dropping it undoes what was done.
         let mut memory = Self {
             host,

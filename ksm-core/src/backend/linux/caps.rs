@@ -15,6 +15,7 @@ use super::claim::Claims;
 use super::pagemap::Pagemap;
 use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
+use crate::sync::Mutex;
 
 /// How writes to the guest's own memory are stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,7 +149,10 @@ fn max_map_count() -> Option<u64> {
 pub(super) struct Host {
     pub(super) uffd: Userfaultfd,
     pub(super) pagemap: Pagemap,
-    pub(super) smaps: OwnedFd,
+    /// Read by one thread at a time: the kernel makes up the text anew from its
+    /// beginning for whoever reads in between, and if mappings have changed since,
+    /// reading on does not go on where it stopped.
+    pub(super) smaps: Mutex<OwnedFd>,
     pub(super) max_map_count: Option<u64>,
     /// The method that was asked for.
     pub(super) asked: StopMethod,
@@ -170,7 +174,7 @@ impl Host {
         Ok(Self {
             uffd,
             pagemap,
-            smaps: fds.smaps,
+            smaps: Mutex::new(fds.smaps),
             max_map_count: fds.max_map_count,
             asked,
             claims: Claims::default(),

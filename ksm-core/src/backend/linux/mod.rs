@@ -63,7 +63,6 @@ mod vet;
 mod window;
 
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -196,7 +195,7 @@ impl Backend for LinuxBackend {
     type Store = LinuxStore;
 
     fn free_vmas(&self) -> Option<u64> {
-        let used = vet::count_mappings(self.host.smaps.as_fd())?;
+        let used = vet::count_mappings(&self.host.smaps)?;
         Some(self.host.max_map_count?.saturating_sub(used))
     }
 

@@ -1,7 +1,7 @@
 //! Vetting: which memory can never be merged, and what its mappings carry.
 
 use std::io::{self, BufReader, Read};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use procfs::FromBufRead;
 use procfs::process::{MMPermissions, MemoryMap, MemoryMaps, VmFlags};
@@ -13,6 +13,7 @@ use super::memfd::Memfd;
 use super::span::Span;
 use crate::error::RegisterError;
 use crate::page::{PageIndex, PageRange, pages_in};
+use crate::sync::Mutex;
 
 /// A part of a region whose mappings carry the same, in the region's pages.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +37,7 @@ pub(super) enum Content {
 /// mappings of the process will. `memfd` is what the region is declared to be
 /// made of; without it, it is private anonymous memory.
 pub(super) fn vet(
-    smaps: BorrowedFd<'_>,
+    smaps: &Mutex<OwnedFd>,
     span: Span,
     staging: Span,
     memfd: Option<&Memfd>,
@@ -128,12 +129,14 @@ fn find(maps: &[MemoryMap], address: u64) -> Option<&MemoryMap> {
 }
 
 /// How many mappings the process has; `None` if that cannot be read.
-pub(super) fn count_mappings(smaps: BorrowedFd<'_>) -> Option<u64> {
+pub(super) fn count_mappings(smaps: &Mutex<OwnedFd>) -> Option<u64> {
     Some(read_maps(smaps).ok()?.len() as u64)
 }
 
-fn read_maps(smaps: BorrowedFd<'_>) -> Result<Vec<MemoryMap>, RegisterError> {
-    let reader = BufReader::with_capacity(64 << 10, FromStart { fd: smaps, at: 0 });
+fn read_maps(smaps: &Mutex<OwnedFd>) -> Result<Vec<MemoryMap>, RegisterError> {
+    let smaps = smaps.lock();
+    let fd = smaps.as_fd();
+    let reader = BufReader::with_capacity(64 << 10, FromStart { fd, at: 0 });
     let maps = MemoryMaps::from_buf_read(reader).map_err(|error| {
         host_error(
             "read of /proc/self/smaps",
