@@ -1,11 +1,12 @@
 //! Guests that begin as something else: a clone of a running one, or what was
 //! restored from a snapshot.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ksm_core::backend::Backend;
 use ksm_core::{DomainId, Ksm, RegionOptions};
-use vm_memory::{GuestMemoryRegion, GuestRegionCollection};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection};
 
 use crate::guest::{GuestError, GuestKsm, Mapped, arcs, extent};
 
@@ -21,10 +22,32 @@ impl<B: Backend> GuestKsm<B> {
     /// registered too.
     ///
     /// # Errors
-    /// [`GuestError::NotLikeParent`] with the first address where the regions
-    /// differ; [`GuestError::Engine`]. There is no clone then, `memory` is nobody's,
+    /// [`GuestError::NotLikeParent`] with the address of a region that one of them has
+    /// and the other has not; [`GuestError::Engine`]. There is no clone then, `memory` is nobody's,
     /// and empty.
     pub fn fork_with<R>(
+        &self,
+        memory: &GuestRegionCollection<R>,
+        source: impl FnMut(Arc<R>) -> B::Source,
+    ) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion,
+    {
+        let wanted: BTreeSet<_> = memory.iter().map(extent).collect();
+        let mut ours = self.mapped.iter().map(|m| (m.start, m.pages));
+        match ours.find(|mine| !wanted.contains(mine)) {
+            Some((start, _)) => Err(GuestError::NotLikeParent(start.0)),
+            None => self.fork_part_with(memory, source),
+        }
+    }
+
+    /// [`GuestKsm::fork_with`] for some of the guest's regions, those that `memory` has:
+    /// a clone that is not to have memory which was added to its parent, say.
+    ///
+    /// # Errors
+    /// As [`GuestKsm::fork_with`]; [`GuestError::NotLikeParent`] for regions that the
+    /// guest has not.
+    pub fn fork_part_with<R>(
         &self,
         memory: &GuestRegionCollection<R>,
         mut source: impl FnMut(Arc<R>) -> B::Source,
@@ -52,26 +75,19 @@ impl<B: Backend> GuestKsm<B> {
         Ok(clone)
     }
 
-    /// Each registered region, with that of `memory` which is to be its clone.
+    /// Each region of `memory`, with that of the guest whose clone it is to be.
     fn counterparts<R: GuestMemoryRegion>(
         &self,
         memory: &GuestRegionCollection<R>,
     ) -> Result<Vec<(Mapped, Arc<R>)>, GuestError> {
-        let regions = arcs(memory)?;
-        let ours = self.mapped.iter().map(|m| (m.start, m.pages));
-        let theirs = regions.iter().map(|region| extent(region.as_ref()));
-        let unlike = ours.clone().zip(theirs.clone()).find(|(a, b)| a != b);
-        let first = match unlike {
-            Some((mine, other)) => Some(mine.0.min(other.0)),
-            None if self.mapped.len() > regions.len() => {
-                ours.skip(regions.len()).next().map(|m| m.0)
-            }
-            None => theirs.skip(self.mapped.len()).next().map(|m| m.0),
+        let counterpart = |region: Arc<R>| {
+            let (start, pages) = extent(region.as_ref());
+            let mut ours = self.mapped.iter();
+            let parent = ours.find(|m| (m.start, m.pages) == (start, pages));
+            let parent = parent.ok_or(GuestError::NotLikeParent(start.0))?;
+            Ok((*parent, region))
         };
-        match first {
-            Some(address) => Err(GuestError::NotLikeParent(address.0)),
-            None => Ok(self.mapped.iter().copied().zip(regions).collect()),
-        }
+        arcs(memory)?.into_iter().map(counterpart).collect()
     }
 
     /// Registers every region of `memory`, to which a guest has just been restored

@@ -143,6 +143,19 @@ fn a_clone_needs_the_regions_of_its_parent() {
 }
 
 #[test]
+fn a_clone_can_do_without_some_regions() {
+    let bench = Bench::new();
+    let [memory, place] = [true, false].map(|full| bench.memory(full));
+    let parent = bench.register(&memory);
+    let second: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&RANGES[1..]).unwrap();
+    let clone = parent.fork_part_with(&second, each(&place)).unwrap();
+    bench.check();
+    assert_eq!(clone.mapped().len(), 1);
+    assert_eq!(place[1].read(PageIndex(3)), *pattern(0x80_003));
+    assert!(is_empty(&place[..1]));
+}
+
+#[test]
 fn restored_guests_share_their_snapshot() {
     let bench = Bench::new();
     let memories = [true, true].map(|full| bench.memory(full));

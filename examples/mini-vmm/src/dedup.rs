@@ -87,7 +87,8 @@ impl Dedup {
         clone: usize,
         memory: &GuestMemoryMmap,
     ) -> anyhow::Result<()> {
-        let guest = self.guest(parent).fork_with(memory, Ram::source)?;
+        // Not what was added to the parent: that has vCPUs of its own.
+        let guest = self.guest(parent).fork_part_with(memory, Ram::source)?;
         let set = self.guests[clone].set(Mutex::new(guest));
         set.map_err(|_| anyhow::anyhow!("clone {clone} is there already"))
     }

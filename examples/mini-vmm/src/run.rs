@@ -11,6 +11,7 @@ use ksm_core::page::bytes_in;
 use crate::args::{Args, Engine};
 use crate::cast::{Cast, guest_pages, make_guests, pacing, register};
 use crate::chaos::{ChaosTally, disturb};
+use crate::content::PageSpec;
 use crate::dedup::Dedup;
 use crate::figures::{add_counters, check, family_reports, measure};
 use crate::forks::{Forks, raise};
@@ -171,14 +172,19 @@ fn mergeable(args: &Args) -> u64 {
     }
 }
 
-/// What can be saved at most of what guests and their clones hold now.
+/// What can be saved at most of what guests and their clones hold now. Zeros are holes
+/// in a clone from its birth on: there is nothing to be saved.
 fn mergeable_now(args: &Args, cast: &Cast, work: &Work) -> u64 {
     let guests = usize::from(args.guests());
+    let held = |guest: &Guest| {
+        let mut pages = guest.expected(work);
+        pages.retain(|&spec| guest.index() < guests || spec != PageSpec::ZERO);
+        pages
+    };
     let of = |family: usize| {
-        let members = cast.guests.iter();
-        let members =
-            members.filter(move |guest| !args.isolate || guest.index() % guests == family);
-        duplicate_pages(members.flat_map(|guest| guest.expected(work)))
+        let all = cast.guests.iter();
+        let members = all.filter(|guest| !args.isolate || guest.index() % guests == family);
+        duplicate_pages(members.flat_map(held))
     };
     let families = if args.isolate { guests } else { 1 };
     (0..families).map(of).sum()
