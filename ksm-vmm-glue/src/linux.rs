@@ -78,4 +78,22 @@ impl GuestKsm<LinuxBackend> {
     {
         self.fork_with(memory, HostRegion::new)
     }
+
+    /// Registers the regions of `memory`, to which a guest has just been restored and
+    /// which nobody uses yet: private mappings of a snapshot's file, or anonymous
+    /// memory that it was read into. See [`GuestKsm::take_over_with`].
+    ///
+    /// # Errors
+    /// As [`GuestKsm::take_over_with`].
+    pub fn take_over<R>(
+        ksm: &Arc<Ksm<LinuxBackend>>,
+        domain: DomainId,
+        memory: &GuestRegionCollection<R>,
+        options: RegionOptions,
+    ) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        Self::take_over_with(ksm, domain, memory, options, HostRegion::new)
+    }
 }

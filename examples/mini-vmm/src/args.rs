@@ -280,6 +280,7 @@ Examples:
   mini-vmm --guests 4 --mem 128M --seconds 20 --verify --json
   mini-vmm --seconds 60 --recipe lockstep --verify
   mini-vmm --seconds 60 --recipe chaos --chaos --verify
+  mini-vmm --guests 3 --hotplug 4 --fork 2 --verify
   mini-vmm --recipe poison,order=scattered,rest=500
   mini-vmm --plot memory.svg --metrics ksm.prom
   mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify

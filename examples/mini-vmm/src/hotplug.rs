@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow};
+use anyhow::Context as _;
 use ksm_core::page::bytes_in;
 use ksm_vmm_glue::{Content, Hotplug, Slots as _};
 use vm_memory::{
@@ -14,6 +14,7 @@ use vm_memory::{
     GuestRegionMmap,
 };
 
+use crate::args::Args;
 use crate::cpu::Cpu;
 use crate::dedup::Dedup;
 use crate::guest::{CHUNK, Tally, rest_after};
@@ -122,12 +123,12 @@ impl Board {
 /// What is worked with at each window.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Churn<'a> {
-    pub(crate) dedup: &'a Dedup,
-    pub(crate) windows: Windows,
-    pub(crate) recipe: &'a Recipe,
-    pub(crate) seed: u64,
-    pub(crate) busy_percent: u32,
-    pub(crate) calm: &'a AtomicBool,
+    dedup: &'a Dedup,
+    windows: Windows,
+    recipe: &'a Recipe,
+    seed: u64,
+    busy_percent: u32,
+    calm: &'a AtomicBool,
 }
 
 /// A window of a guest, and the vCPU that works at it.
@@ -150,7 +151,18 @@ fn millis(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1000.0
 }
 
-impl Churn<'_> {
+impl<'a> Churn<'a> {
+    pub(crate) fn new(args: &'a Args, dedup: &'a Dedup, calm: &'a AtomicBool) -> Self {
+        Self {
+            dedup,
+            windows: args.reshape.windows(u64::from(args.guests())),
+            recipe: &args.recipe,
+            seed: args.seed,
+            busy_percent: u32::from(args.busy),
+            calm,
+        }
+    }
+
     /// What there is of added memory just now, for people.
     pub(crate) fn line(&self, boards: &[Board]) -> String {
         let regions: Vec<usize> = boards
@@ -320,19 +332,4 @@ impl Socket<'_> {
         }
         Ok(wrong.len() as u64)
     }
-}
-
-/// What came of all threads.
-pub(crate) fn joined(
-    threads: Vec<std::thread::ScopedJoinHandle<'_, anyhow::Result<HotplugTally>>>,
-) -> anyhow::Result<Option<HotplugTally>> {
-    let mut sum: Option<HotplugTally> = None;
-    for thread in threads {
-        let tally = thread
-            .join()
-            .map_err(|_| anyhow!("a thread that adds memory panicked"))?
-            .context("hotplug failed")?;
-        sum = Some(sum.unwrap_or_default().and(tally));
-    }
-    Ok(sum)
 }

@@ -43,6 +43,7 @@ mod reshape;
 mod run;
 mod savings;
 mod timeline;
+mod unrest;
 mod usage;
 mod vcpu_state;
 mod verify;

@@ -23,7 +23,7 @@ pub(crate) struct GuestReport {
     pub(crate) merged_bytes: u64,
     /// Memory that maps the host's page of zeros.
     pub(crate) zero_bytes: u64,
-    /// Memory of its own.
+    /// Memory of its own, and of a clone what it was born without: its zeros.
     pub(crate) private_bytes: u64,
     /// Its part of what is saved.
     pub(crate) saved_bytes: u64,
