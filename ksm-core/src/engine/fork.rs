@@ -102,14 +102,14 @@ impl<B: Backend> Ksm<B> {
     fn move_pages(&self, old: &Arc<Region<B>>, new: Nursling<B>) -> Result<RegionId, Error> {
         let _layout = self.layout_turn()?;
         let guard = old.lock()?;
-        if !self.layout.stands(old) {
-            return Err(Error::NoRegion(old.id));
-        }
         for chunk in old.range().chunks(self.clone_pages()) {
             new.take(&guard, chunk)?;
         }
+        // Of two who are after a region, one gets it.
+        if !self.retired.begin(&self.layout, old) {
+            return Err(Error::NoRegion(old.id));
+        }
         let id = self.publish(new.ready());
-        self.retired.begin(&self.layout, old);
         unshare::give_up(&guard);
         guard.memory().detach();
         guard.leave();
@@ -147,7 +147,7 @@ impl<B: Backend> Ksm<B> {
     fn publish(&self, region: Region<B>) -> RegionId {
         let (id, linear) = (region.id, region.linear_range());
         region.anon_vma.add(linear, id);
-        self.layout.enter(region);
+        self.layout.enter_all([region]);
         id
     }
 

@@ -192,6 +192,7 @@ impl<B: Backend> Ksm<B> {
         }
         // From here on no scan finds it; it comes back if this fails.
         if !self.retired.begin(&self.layout, region) {
+            region.reopen();
             return Err(Error::NoRegion(region.id));
         }
         let done = self.undo(region);

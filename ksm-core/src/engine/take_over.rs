@@ -94,7 +94,7 @@ impl<B: Backend> Ksm<B> {
             self.take_window(&guard, &plan, window, &mut last)?;
         }
         let region = taking.0.take().expect("just looked at");
-        self.layout.enter(region);
+        self.layout.enter_all([region]);
         trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }

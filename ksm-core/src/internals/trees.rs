@@ -3,14 +3,15 @@
 //!
 //! The first byte says which structure is meant ([`Structure`]), each
 //! [`BYTES_PER_OP`] after it are a [`TreeOp`]. Another structure with keys gets a
-//! variant there, and a function beside [`stable`] and [`unstable`].
+//! variant there, and a function beside [`stable`], [`unstable`] and [`intervals`].
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::ControlFlow;
 
 use crate::fingerprint::{Digest, Fingerprint};
-use crate::page::{FrameId, PageIndex};
-use crate::region::{AnonVmaId, Place};
+use crate::page::{FrameId, PageIndex, PageRange};
+use crate::region::{AnonVmaId, IntervalTree, Place};
 use crate::stable::{Found, StableTree};
 use crate::unstable::UnstableTree;
 
@@ -30,15 +31,18 @@ pub enum Structure {
     Stable,
     /// The unstable tree: pages by fingerprint, the first of each.
     Unstable,
+    /// The interval tree of an anon_vma: regions by their pages.
+    Intervals,
 }
 
 impl Structure {
     /// The structure that a byte chooses.
     #[must_use]
     pub const fn chosen_by(byte: u8) -> Self {
-        match byte % 2 {
-            0 => Self::Stable,
-            _ => Self::Unstable,
+        match byte % 4 {
+            0 | 2 => Self::Stable,
+            1 => Self::Unstable,
+            _ => Self::Intervals,
         }
     }
 }
@@ -58,6 +62,12 @@ impl Key {
 
     fn digest(self) -> Digest {
         Digest([self.digest; 16])
+    }
+
+    /// A range of pages: short ones and long ones that overlap.
+    fn range(self) -> PageRange {
+        let len = [1, 4, 30][usize::from(self.digest)];
+        PageRange::new(PageIndex(self.fingerprint.into()), len)
     }
 }
 
@@ -133,6 +143,7 @@ pub fn run(bytes: &[u8]) -> Result<(), String> {
     match Structure::chosen_by(first) {
         Structure::Stable => stable(&ops),
         Structure::Unstable => unstable(&ops),
+        Structure::Intervals => intervals(&ops),
     }
 }
 
@@ -244,4 +255,78 @@ pub fn unstable(ops: &[TreeOp]) -> Result<(), String> {
         demand(at, "the count", &tree.len(), &model.len())?;
     }
     Ok(())
+}
+
+/// Runs `ops` on an interval tree, which may hold one range many times.
+///
+/// # Errors
+/// As [`run`].
+pub fn intervals(ops: &[TreeOp]) -> Result<(), String> {
+    let mut tree = IntervalTree::default();
+    // In the order of the tree: by where ranges begin, then by their numbers.
+    let mut model: BTreeMap<(PageIndex, u32), PageRange> = BTreeMap::new();
+    for (at, (op, number)) in ops.iter().zip(0..).enumerate() {
+        match *op {
+            TreeOp::Put(key) => {
+                tree.insert(key.range(), number);
+                model.insert((key.range().start, number), key.range());
+            }
+            TreeOp::Find(key) => overlapping(at, &tree, &model, key.range())?,
+            TreeOp::Take(key) => {
+                let mut entries = model.iter();
+                let first = entries.find(|(_, range)| **range == key.range());
+                let value = first.map_or(u32::MAX, |(&(_, value), _)| value);
+                let removed = tree.remove(key.range(), value);
+                let stood = model.remove(&(key.range().start, value)).is_some();
+                demand(at, "whether it was there", &removed, &stood)?;
+            }
+            TreeOp::Reshard(_) => {}
+            TreeOp::Clear => {
+                for ((_, value), range) in std::mem::take(&mut model) {
+                    demand(at, "a range", &tree.remove(range, value), &true)?;
+                }
+            }
+        }
+        demand(at, "the check", &tree.check(), &Ok(()))?;
+        demand(at, "the count", &tree.len(), &model.len())?;
+    }
+    let all = PageRange::new(PageIndex(0), 1 << 20);
+    overlapping(ops.len(), &tree, &model, all)
+}
+
+/// All that overlap `range`, found at once and found one after the other.
+fn overlapping(
+    at: usize,
+    tree: &IntervalTree<u32>,
+    model: &BTreeMap<(PageIndex, u32), PageRange>,
+    range: PageRange,
+) -> Result<(), String> {
+    let overlaps = |(_, other): &(_, &PageRange)| !range.intersection(**other).is_empty();
+    let must: Vec<_> = model.iter().filter(overlaps).collect();
+    let must: Vec<_> = must
+        .iter()
+        .map(|((_, value), range)| (**range, *value))
+        .collect();
+    let mut found = Vec::new();
+    let visits = tree.overlapping(range, None, |range, value| {
+        found.push((range, value));
+        ControlFlow::Continue(())
+    });
+    demand(at, "what overlaps", &found, &must)?;
+    demand(at, "the visits", &visits.intervals, &(must.len() as u64))?;
+    let (mut after, mut one_by_one) = (None, Vec::new());
+    loop {
+        let before = one_by_one.len();
+        tree.overlapping(range, after, |range, value| {
+            one_by_one.push((range, value));
+            ControlFlow::Break(())
+        });
+        if one_by_one.len() == before {
+            break;
+        }
+        after = one_by_one
+            .last()
+            .map(|(range, value)| (range.start, *value));
+    }
+    demand(at, "what follows one another", &one_by_one, &must)
 }

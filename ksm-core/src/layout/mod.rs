@@ -85,6 +85,12 @@ impl<B: Backend> Regions<B> {
         self.place(id).ok().map(|place| &self.list[place])
     }
 
+    fn enter(&mut self, region: Arc<Region<B>>) {
+        if let Err(place) = self.place(region.id) {
+            self.list.insert(place, region);
+        }
+    }
+
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<Region<B>>> {
         self.list.iter()
     }
@@ -147,28 +153,6 @@ impl<B: Backend> Layout<B> {
         })
     }
 
-    /// Puts regions in place of one, as one step.
-    pub(crate) fn replace_region<const N: usize>(
-        &self,
-        old: RegionId,
-        make: impl FnOnce([RegionId; N]) -> [Region<B>; N],
-    ) -> [RegionId; N] {
-        self.regions.edit(|regions| {
-            let mut regions = regions.clone();
-            if let Ok(place) = regions.place(old) {
-                regions.list.remove(place);
-            }
-            let mut number = regions.next;
-            let ids = [(); N].map(|()| {
-                number += 1;
-                RegionId(number - 1)
-            });
-            regions.next = number;
-            regions.list.extend(make(ids).map(Arc::new));
-            (Some(regions), ids)
-        })
-    }
-
     pub(crate) fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {
         let registry = self.registry.lock();
         registry
@@ -227,18 +211,22 @@ impl<B: Backend> Layout<B> {
         Ok(of_space.cloned().collect())
     }
 
-    /// Enters a region whose number was reserved.
-    pub(crate) fn enter(&self, region: Region<B>) {
-        self.put_back(&Arc::new(region));
+    /// Enters regions whose numbers were reserved, as one step.
+    pub(crate) fn enter_all(&self, new: impl IntoIterator<Item = Region<B>>) {
+        self.regions.edit(|regions| {
+            let mut regions = regions.clone();
+            for region in new {
+                regions.enter(Arc::new(region));
+            }
+            (Some(regions), ())
+        });
     }
 
     /// Enters a region again that was removed.
     pub(crate) fn put_back(&self, region: &Arc<Region<B>>) {
         self.regions.edit(|regions| {
             let mut regions = regions.clone();
-            if let Err(place) = regions.place(region.id) {
-                regions.list.insert(place, Arc::clone(region));
-            }
+            regions.enter(Arc::clone(region));
             (Some(regions), ())
         });
     }
