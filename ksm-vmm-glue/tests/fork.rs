@@ -125,7 +125,7 @@ fn a_clone_needs_the_regions_of_its_parent() {
     for (ranges, address) in [
         (vec![RANGES[0]], 0x80_000),
         (vec![RANGES[0], (RANGES[1].0, 4096)], 0x80_000),
-        (vec![(GuestAddress(0x8_000), 4096), RANGES[0]], 0x8_000),
+        (vec![(GuestAddress(0x8_000), 4096), RANGES[0]], 0x80_000),
         (
             vec![RANGES[0], RANGES[1], (GuestAddress(0x100_000), 4096)],
             0x100_000,
