@@ -112,7 +112,7 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
 
 fn ksmd_cpu_time(merger: Option<&Merger>) -> anyhow::Result<Duration> {
     match merger {
-        Some(Merger::Kernel(_)) => Ksmd::cpu_time(),
+        Some(Merger::Kernel(ksmd)) => ksmd.cpu_time(),
         _ => Ok(Duration::ZERO),
     }
 }

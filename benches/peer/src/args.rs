@@ -1,0 +1,73 @@
+//! The command line.
+
+use clap::{Args as ClapArgs, Parser, Subcommand};
+
+use crate::content::Order;
+
+/// Runs a workload on both sides, ours and the kernel's KSM, in the same run, and
+/// prints what came of each, and the ratio.
+///
+/// The kernel's side is driven through /sys/kernel/mm/ksm, for which this must be
+/// root; its settings are restored in the end, however this ends. Machines are
+/// noisy: the sides take turns, figures are medians of all repetitions, and only
+/// ratios of one run mean something. The exit status is 1 if something that must
+/// hold in any case did not.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+pub(crate) struct Args {
+    /// What is run
+    #[command(subcommand)]
+    pub(crate) workload: Workload,
+
+    /// Print one JSON object a line
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+}
+
+/// What is run.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Workload {
+    /// Merging 32 MiB while threads add and withdraw regions of 256 MiB
+    Churn(ChurnArgs),
+}
+
+/// Time until 8192 pages, 2048 contents four times each, are all merged, alone,
+/// beside threads that burn CPU time, and beside threads that map 256 MiB, touch a
+/// page and unmap it, again and again (ours: registered with the engine, too). The
+/// rate is the same on both sides: what the kernel's side reaches when nothing
+/// holds it back.
+///
+/// The ratio of a case is that of merge_seconds, ours to the kernel's. In the cases
+/// `.../contended-over-burners` it is the ratio of ratios: what churn costs beyond
+/// the CPU time that it takes.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct ChurnArgs {
+    /// Threads that burn, or churn
+    #[arg(long, default_value_t = 4)]
+    pub(crate) threads: u32,
+
+    /// How the copies of a content stand
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["in-order", "runs-of-8", "shuffled"])]
+    pub(crate) orders: Vec<Order>,
+
+    /// How often each case is run
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeat: u32,
+
+    /// When to give up waiting until everything is merged
+    #[arg(long, default_value_t = 4.0)]
+    pub(crate) limit_seconds: f64,
+
+    /// Layout changes a second, of all threads together [default: what the kernel's
+    /// side reaches]
+    #[arg(long)]
+    pub(crate) rate: Option<f64>,
+
+    /// The kernel's side makes what it maps mergeable, as ours registers it
+    #[arg(long)]
+    pub(crate) mergeable_churn: bool,
+
+    /// Once each, for a look at whether it works
+    #[arg(long)]
+    pub(crate) quick: bool,
+}

@@ -1,0 +1,175 @@
+//! What goes on beside the merging: nothing, threads that burn CPU time, or
+//! threads that change the layout of memory.
+
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, ScopedJoinHandle, sleep};
+use std::time::{Duration, Instant};
+
+use anyhow::anyhow;
+
+use crate::figures::Figures;
+
+/// How long the load goes on before the merging begins.
+const WARM_UP: Duration = Duration::from_millis(20);
+/// How far ahead of its time a churner is before it sleeps: sleeping is coarse.
+const AHEAD: Duration = Duration::from_millis(1);
+/// Layout changes a second by which the wait for one is measured under any load.
+const PROBES_PER_SECOND: f64 = 200.0;
+
+/// A side, seen by those who change the layout of memory.
+pub(super) trait Hotplug: Sync {
+    /// Maps 256 MiB, adds it, writes `word` to it, withdraws it and unmaps it.
+    fn change(&self, word: u64) -> anyhow::Result<()>;
+}
+
+/// What goes on beside the merging.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Load {
+    Idle,
+    Burners,
+    Churners,
+}
+
+impl Load {
+    pub(super) const ALL: [Self; 3] = [Self::Idle, Self::Burners, Self::Churners];
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Burners => "burners",
+            Self::Churners => "churners",
+        }
+    }
+}
+
+/// Load, in how many threads, how fast.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Weight {
+    pub(super) load: Load,
+    pub(super) threads: u32,
+    /// Layout changes a second of all churners; `None` for as many as they can.
+    pub(super) rate: Option<f64>,
+}
+
+/// What a thread that changes the layout has seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Changes {
+    count: u64,
+    longest: Duration,
+}
+
+impl Changes {
+    fn add(self, other: Self) -> Self {
+        Self {
+            count: self.count + other.count,
+            longest: self.longest.max(other.longest),
+        }
+    }
+}
+
+/// Calls `work` in a thread of its own while the load goes on. Adds what the load
+/// came to to the figures that it returns.
+pub(super) fn beside(
+    weight: Weight,
+    hotplug: &dyn Hotplug,
+    work: impl FnOnce() -> anyhow::Result<Figures> + Send,
+) -> anyhow::Result<Figures> {
+    let crew = Crew {
+        hotplug,
+        stop: AtomicBool::new(false),
+        words: AtomicU64::new(1),
+        begin: Barrier::new(weight.threads as usize + 2),
+    };
+    let per_thread = weight.rate.map(|rate| rate / f64::from(weight.threads));
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..weight.threads)
+            .map(|_| scope.spawn(|| crew.labour(weight.load, per_thread)))
+            .collect();
+        let prober = scope.spawn(|| {
+            crew.begin.wait();
+            crew.churn(Some(PROBES_PER_SECOND))
+        });
+        crew.begin.wait();
+        let began = Instant::now();
+        sleep(WARM_UP);
+        let worked = join(scope.spawn(work));
+        crew.stop.store(true, Ordering::Relaxed);
+        let seconds = began.elapsed().as_secs_f64();
+        let probes = join(prober)?;
+        let mut churn = Changes::default();
+        for thread in threads {
+            churn = churn.add(join(thread)?);
+        }
+        let mut figures = worked?;
+        figures.set("longest_probe_ms", milliseconds(probes.longest));
+        if weight.load == Load::Churners {
+            #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+            figures.set("layout_changes_per_second", churn.count as f64 / seconds);
+            figures.set("longest_change_ms", milliseconds(churn.longest));
+        }
+        Ok(figures)
+    })
+}
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}
+
+fn join<T>(thread: ScopedJoinHandle<'_, anyhow::Result<T>>) -> anyhow::Result<T> {
+    let panicked = |_| Err(anyhow!("a thread of the workload panicked"));
+    thread.join().unwrap_or_else(panicked)
+}
+
+/// What the threads of a load share.
+struct Crew<'a> {
+    hotplug: &'a dyn Hotplug,
+    stop: AtomicBool,
+    /// No two regions are to hold the same.
+    words: AtomicU64,
+    begin: Barrier,
+}
+
+impl Crew<'_> {
+    fn labour(&self, load: Load, rate: Option<f64>) -> anyhow::Result<Changes> {
+        self.begin.wait();
+        match load {
+            Load::Idle => Ok(Changes::default()),
+            Load::Burners => {
+                let mut x = 1_u64;
+                while !self.stop.load(Ordering::Relaxed) {
+                    for _ in 0..1000 {
+                        x = black_box(x.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                    }
+                }
+                Ok(Changes::default())
+            }
+            Load::Churners => self.churn(rate),
+        }
+    }
+
+    /// Changes the layout, so many times a second: who falls behind catches up.
+    fn churn(&self, rate: Option<f64>) -> anyhow::Result<Changes> {
+        let began = Instant::now();
+        let mut changes = Changes::default();
+        while !self.stop.load(Ordering::Relaxed) {
+            let start = Instant::now();
+            let word = self.words.fetch_add(1, Ordering::Relaxed);
+            self.hotplug.change(word)?;
+            changes = changes.add(Changes {
+                count: 1,
+                longest: start.elapsed(),
+            });
+            if let Some(rate) = rate {
+                #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+                let due = Duration::from_secs_f64(changes.count as f64 / rate);
+                let ahead = due.saturating_sub(began.elapsed());
+                if ahead > AHEAD {
+                    sleep(ahead);
+                }
+            }
+        }
+        Ok(changes)
+    }
+}

@@ -1,0 +1,81 @@
+//! Our side of `peer churn`.
+
+use std::time::{Duration, Instant};
+
+use ksm_core::backend::linux::{HostRegion, LinuxBackend};
+use ksm_core::{Config, Ksm, LockPolicy, RegionId, RegionOptions, SpaceId};
+
+use super::load::Hotplug;
+use super::{CHURN_PAGES, Merging, Progress};
+use crate::cpu;
+use crate::figures::Figures;
+use crate::host::Host;
+use crate::memory::Memory;
+
+/// Pages that are scanned before it is asked whether everything is merged.
+const GLANCE_PAGES: u64 = 1024;
+
+/// An engine with one guest.
+pub(super) struct Ours {
+    ksm: Ksm<LinuxBackend>,
+    space: SpaceId,
+    region: RegionId,
+    pages: u64,
+}
+
+impl Ours {
+    pub(super) fn new(host: &Host, policy: LockPolicy, memory: &Memory) -> anyhow::Result<Self> {
+        let mut config = Config::default();
+        config.lock_policy = policy;
+        // ksmd has one thread.
+        config.parallel_pages = u32::MAX;
+        let ksm = Ksm::new(host.backend.clone(), config)?;
+        let space = ksm.create_space(ksm.create_domain()?)?;
+        let source = HostRegion::new(memory.region());
+        let region = ksm.register(space, source, RegionOptions::default())?;
+        Ok(Self {
+            ksm,
+            space,
+            region,
+            pages: memory.pages() as u64,
+        })
+    }
+}
+
+impl Hotplug for Ours {
+    fn change(&self, word: u64) -> anyhow::Result<()> {
+        let memory = Memory::map(CHURN_PAGES)?;
+        let source = HostRegion::new(memory.region());
+        let region = self
+            .ksm
+            .register(self.space, source, RegionOptions::default())?;
+        memory.touch(0, word)?;
+        Ok(self.ksm.unregister(region)?)
+    }
+}
+
+impl Merging for Ours {
+    fn merge(&self, limit: Duration) -> anyhow::Result<Figures> {
+        cpu::as_ksmd()?;
+        let (began, cpu, process) = (Instant::now(), cpu::of_thread(), cpu::of_process());
+        let mut progress = Progress::default();
+        loop {
+            let report = self.ksm.scan(GLANCE_PAGES)?;
+            progress.pages_scanned += report.pages_scanned;
+            progress.passes += report.passes;
+            progress.deferred += report.regions_deferred + report.regions_skipped;
+            progress.merged = self.ksm.region_stats(self.region)?.ksm_merging_pages;
+            if progress.merged == self.pages || began.elapsed() > limit {
+                break;
+            }
+        }
+        progress.seconds = began.elapsed();
+        progress.scanner_cpu = cpu::of_thread() - cpu;
+        progress.cpu = cpu::of_process() - process;
+        Ok(progress.figures())
+    }
+
+    fn end(&self) -> anyhow::Result<()> {
+        Ok(self.ksm.unregister(self.region)?)
+    }
+}
