@@ -158,6 +158,31 @@ pub fn foreign_pages() -> anyhow::Result<u64> {
     Ok(all.saturating_sub(mine))
 }
 
+/// Other processes whose memory ksmd looks at when it runs, by name and number.
+///
+/// # Errors
+/// When /proc does not say.
+pub fn others() -> anyhow::Result<Vec<String>> {
+    let myself = std::process::id();
+    let mut others = Vec::new();
+    for process in all_processes()?.flatten() {
+        let path = format!("/proc/{}/ksm_stat", process.pid);
+        // It may have ended meanwhile, and a kernel thread has no memory.
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let is_looked_at = text.lines().any(|line| match line.rsplit_once(' ') {
+            Some(("ksm_mergeable:", says)) => says == "yes",
+            // Kernels before 6.17 do not say that.
+            Some(("ksm_rmap_items", count)) => count != "0",
+            _ => false,
+        });
+        if is_looked_at && process.pid.cast_unsigned() != myself {
+            let name = process.stat().map(|stat| stat.comm).unwrap_or_default();
+            others.push(format!("{name} ({})", process.pid));
+        }
+    }
+    Ok(others)
+}
+
 fn ksmd() -> anyhow::Result<Process> {
     let is_ksmd = |process: &Process| process.stat().is_ok_and(|stat| stat.comm == "ksmd");
     all_processes()?

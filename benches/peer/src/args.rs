@@ -2,6 +2,7 @@
 
 use clap::{Args as ClapArgs, Parser, Subcommand};
 
+use crate::churn::{Load, Policy};
 use crate::content::Order;
 
 /// Runs a workload on both sides, ours and the kernel's KSM, in the same run, and
@@ -49,6 +50,14 @@ pub(crate) struct ChurnArgs {
     /// How the copies of a content stand
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["in-order", "runs-of-8", "shuffled"])]
     pub(crate) orders: Vec<Order>,
+
+    /// Which of our lock policies
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["per-region", "global", "try-skip"])]
+    pub(crate) policies: Vec<Policy>,
+
+    /// What goes on beside the merging
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["idle", "burners", "churners"])]
+    pub(crate) loads: Vec<Load>,
 
     /// How often each case is run
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]

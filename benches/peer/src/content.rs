@@ -32,15 +32,6 @@ impl Order {
         runs.shuffle(&mut StdRng::seed_from_u64(1));
         runs.concat()
     }
-
-    /// As in the names of cases.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::InOrder => "in-order",
-            Self::RunsOf8 => "runs-of-8",
-            Self::Shuffled => "shuffled",
-        }
-    }
 }
 
 /// Fills the page of a number: no two numbers give the same page, and none the

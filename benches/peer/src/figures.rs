@@ -2,8 +2,15 @@
 
 use std::collections::BTreeMap;
 
+use clap::ValueEnum;
 use comfy_table::{Cell, CellAlignment, Table};
 use serde::Serialize;
+
+/// The name of a choice, as on the command line.
+pub(crate) fn name_of(choice: &impl ValueEnum) -> String {
+    let value = choice.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
+}
 
 /// Named numbers, each with its unit in its name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

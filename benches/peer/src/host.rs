@@ -1,11 +1,19 @@
 //! [`Host`]: both sides, ready to be used.
 
-use anyhow::Context as _;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
 use kernel_ksm::{KernelKsm, set, setting};
 use ksm_core::backend::linux::LinuxBackend;
 
 /// Pages that ksmd scans, and we, before the clock is looked at.
 pub(crate) const PAGES_TO_SCAN: u64 = 100_000;
+
+/// How long others may have memory that ksmd would look at as well.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// How often they are looked for meanwhile.
+const GLANCE: Duration = Duration::from_millis(200);
 
 /// What the sides work with.
 #[derive(Debug)]
@@ -27,5 +35,25 @@ impl Host {
             set("smart_scan", "1")?;
         }
         Ok(Self { backend, ksmd })
+    }
+
+    /// Waits until ksmd has this process alone to look at, and says so.
+    pub(crate) fn wait_for_ksmd() -> anyhow::Result<()> {
+        let began = Instant::now();
+        let mut told = false;
+        loop {
+            let others = kernel_ksm::others()?;
+            if others.is_empty() {
+                return Ok(());
+            }
+            if began.elapsed() > PATIENCE {
+                bail!("ksmd is at work for others: {}", others.join(", "));
+            }
+            if !told {
+                eprintln!("peer: waiting for {}", others.join(", "));
+                told = true;
+            }
+            sleep(GLANCE);
+        }
     }
 }

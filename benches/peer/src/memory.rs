@@ -7,10 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use ksm_core::PAGE_SIZE;
 use rustix::mm::{Advice, madvise};
-use vm_memory::{
-    Bytes as _, GuestAddress, GuestMemoryRegion as _, GuestRegionMmap, MemoryRegionAddress,
-    MmapRegion,
-};
+use vm_memory::{Bytes as _, GuestAddress, GuestRegionMmap, MemoryRegionAddress, MmapRegion};
 
 /// Private anonymous memory (`MAP_NORESERVE`), unmapped when the last clone of it
 /// goes.

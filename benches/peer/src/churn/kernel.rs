@@ -33,6 +33,7 @@ impl<'h> Kernel<'h> {
         unique: u64,
         mergeable_churn: bool,
     ) -> anyhow::Result<Self> {
+        Host::wait_for_ksmd()?;
         memory.mergeable(0, memory.pages())?;
         Ok(Self {
             ksmd: &host.ksmd,

@@ -8,6 +8,7 @@ use std::thread::{self, ScopedJoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
+use clap::ValueEnum;
 
 use crate::figures::Figures;
 
@@ -25,23 +26,14 @@ pub(super) trait Hotplug: Sync {
 }
 
 /// What goes on beside the merging.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Load {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub(crate) enum Load {
+    /// Nothing
     Idle,
+    /// Threads that burn CPU time
     Burners,
+    /// Threads that change the layout of memory
     Churners,
-}
-
-impl Load {
-    pub(super) const ALL: [Self; 3] = [Self::Idle, Self::Burners, Self::Churners];
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Idle => "idle",
-            Self::Burners => "burners",
-            Self::Churners => "churners",
-        }
-    }
 }
 
 /// Load, in how many threads, how fast.

@@ -6,17 +6,19 @@ mod ours;
 
 use std::time::Duration;
 
+use clap::ValueEnum;
 use ksm_core::LockPolicy;
 use ksm_core::PAGE_SIZE;
 
 use crate::args::ChurnArgs;
 use crate::content::{Order, memory_of};
-use crate::figures::{Figures, Line, Printer};
+use crate::figures::{Figures, Line, Printer, name_of};
 use crate::host::Host;
 use crate::memory::Memory;
 use crate::oracle;
 use kernel::Kernel;
-use load::{Hotplug, Load, Weight};
+pub(crate) use load::Load;
+use load::{Hotplug, Weight};
 use ours::Ours;
 
 /// Contents, and pages of each: 32 MiB.
@@ -27,11 +29,26 @@ const CHURN_PAGES: usize = (256 << 20) / PAGE_SIZE;
 /// Figures whose smallest and largest are told.
 const SPREAD: &[&str] = &["merge_seconds"];
 
-const POLICIES: [(LockPolicy, &str); 3] = [
-    (LockPolicy::PerRegion, "per-region"),
-    (LockPolicy::Global, "global"),
-    (LockPolicy::TrySkip, "try-skip"),
-];
+/// Our lock policies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Policy {
+    /// A lock for each region; busy ones are come back to in the same pass
+    PerRegion,
+    /// One lock for the whole layout
+    Global,
+    /// One lock, and no waiting for it
+    TrySkip,
+}
+
+impl From<Policy> for LockPolicy {
+    fn from(policy: Policy) -> Self {
+        match policy {
+            Policy::PerRegion => Self::PerRegion,
+            Policy::Global => Self::Global,
+            Policy::TrySkip => Self::TrySkip,
+        }
+    }
+}
 
 /// A side that merges what it was given.
 trait Merging: Hotplug {
@@ -81,7 +98,7 @@ impl Progress {
 #[derive(Clone, Copy, Debug)]
 enum Who {
     Kernel,
-    Ours(LockPolicy),
+    Ours(Policy),
 }
 
 /// Runs it, and says what did not hold that must.
@@ -120,40 +137,56 @@ impl Bench<'_> {
     }
 
     fn order(&mut self, order: Order, printer: &Printer) -> anyhow::Result<()> {
-        let whos = [Who::Kernel].into_iter();
-        let whos: Vec<Who> = whos
-            .chain(POLICIES.map(|(policy, _)| Who::Ours(policy)))
-            .collect();
-        // By load and by who.
-        let mut medians = Vec::new();
-        for load in Load::ALL {
-            let mut runs = vec![Vec::new(); whos.len()];
-            for _ in 0..self.repeat {
-                for (who, runs) in whos.iter().zip(&mut runs) {
-                    runs.push(self.trial(order, load, *who)?);
+        let order_name = name_of(&order);
+        let mut control: Option<Vec<Figures>> = None;
+        for &load in &self.args.loads {
+            let medians = self.load(order, load)?;
+            self.print(&medians, &order_name, &name_of(&load), printer)?;
+            match (load, &control) {
+                (Load::Burners, _) => control = Some(medians),
+                (Load::Churners, Some(control)) => {
+                    let pairs = medians.iter().zip(control);
+                    let relative = pairs.map(|(mine, control)| relative(mine, control));
+                    let relative: Vec<_> = relative.collect();
+                    self.print(&relative, &order_name, "contended-over-burners", printer)?;
                 }
-            }
-            let of = |runs: &Vec<Figures>| Figures::median(runs, SPREAD);
-            medians.push(runs.iter().map(of).collect::<Vec<_>>());
-            let [kernel, ours @ ..] = &medians[medians.len() - 1][..] else {
-                continue;
-            };
-            for (ours, (_, policy)) in ours.iter().zip(POLICIES) {
-                let case = format!("{}/{policy}/{}", order.name(), load.name());
-                printer.print(&line(case, ours, kernel))?;
+                _ => {}
             }
         }
-        let [_, burners, churners] = &medians[..] else {
-            return Ok(());
-        };
-        let relative: Vec<Figures> = churners
-            .iter()
-            .zip(burners)
-            .map(|(contended, control)| relative(contended, control))
-            .collect();
-        for (ours, (_, policy)) in relative[1..].iter().zip(POLICIES) {
-            let case = format!("{}/{policy}/contended-over-burners", order.name());
-            printer.print(&line(case, ours, &relative[0]))?;
+        Ok(())
+    }
+
+    /// Of the kernel's side, then of each policy.
+    fn load(&mut self, order: Order, load: Load) -> anyhow::Result<Vec<Figures>> {
+        let ours = self.args.policies.iter().map(|&policy| Who::Ours(policy));
+        let whos: Vec<Who> = [Who::Kernel].into_iter().chain(ours).collect();
+        let mut runs = vec![Vec::new(); whos.len()];
+        for _ in 0..self.repeat {
+            for (&who, runs) in whos.iter().zip(&mut runs) {
+                runs.push(self.trial(order, load, who)?);
+            }
+        }
+        let median = |runs: &Vec<Figures>| Figures::median(runs, SPREAD);
+        Ok(runs.iter().map(median).collect())
+    }
+
+    /// Prints the figures of each policy beside the kernel's, which come first.
+    fn print(
+        &self,
+        figures: &[Figures],
+        order: &str,
+        load: &str,
+        printer: &Printer,
+    ) -> anyhow::Result<()> {
+        let (kernel, ours) = figures.split_first().expect("the kernel's are there");
+        for (ours, policy) in ours.iter().zip(&self.args.policies) {
+            printer.print(&Line {
+                workload: "churn",
+                case: format!("{order}/{}/{load}", name_of(policy)),
+                ratio: ours.get("merge_seconds") / kernel.get("merge_seconds"),
+                ours: ours.clone(),
+                kernel: kernel.clone(),
+            })?;
         }
         Ok(())
     }
@@ -168,7 +201,7 @@ impl Bench<'_> {
                 UNIQUE as u64,
                 self.args.mergeable_churn,
             )?),
-            Who::Ours(policy) => Box::new(Ours::new(self.host, policy, &memory)?),
+            Who::Ours(policy) => Box::new(Ours::new(self.host, policy.into(), &memory)?),
         };
         let limit = Duration::from_secs_f64(self.args.limit_seconds);
         let weight = Weight {
@@ -177,7 +210,7 @@ impl Bench<'_> {
             rate: self.rate,
         };
         let figures = load::beside(weight, &*side, || side.merge(limit))?;
-        let what = format!("{}/{who:?}/{}", order.name(), load.name());
+        let what = format!("{order:?}/{who:?}/{load:?}");
         self.check(&what, &memory, &contents, &figures)?;
         side.end()?;
         oracle::check_contents(&memory, &contents)?;
@@ -202,16 +235,6 @@ impl Bench<'_> {
             self.complaints.push(found);
         }
         Ok(())
-    }
-}
-
-fn line(case: String, ours: &Figures, kernel: &Figures) -> Line {
-    Line {
-        workload: "churn",
-        case,
-        ours: ours.clone(),
-        kernel: kernel.clone(),
-        ratio: ours.get("merge_seconds") / kernel.get("merge_seconds"),
     }
 }
 

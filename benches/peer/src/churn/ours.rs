@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use ksm_core::backend::linux::{HostRegion, LinuxBackend};
-use ksm_core::{Config, Ksm, LockPolicy, RegionId, RegionOptions, SpaceId};
+use ksm_core::{Config, Ksm, LockPolicy, PAGE_SIZE, RegionId, RegionOptions, SpaceId};
+use vm_memory::{Bytes as _, GuestAddress, MemoryRegionAddress};
 
 use super::load::Hotplug;
 use super::{CHURN_PAGES, Merging, Progress};
@@ -44,12 +45,11 @@ impl Ours {
 
 impl Hotplug for Ours {
     fn change(&self, word: u64) -> anyhow::Result<()> {
-        let memory = Memory::map(CHURN_PAGES)?;
-        let source = HostRegion::new(memory.region());
+        let (memory, source) = HostRegion::map::<()>(GuestAddress(0), CHURN_PAGES * PAGE_SIZE)?;
         let region = self
             .ksm
             .register(self.space, source, RegionOptions::default())?;
-        memory.touch(0, word)?;
+        memory.write_obj(word, MemoryRegionAddress(0))?;
         Ok(self.ksm.unregister(region)?)
     }
 }

@@ -1,6 +1,6 @@
 //! [`LinuxMemory`]: guest memory under care.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -14,7 +14,7 @@ use super::span::{Span, usize_from};
 use super::staging::Staging;
 use super::store::LinuxStore;
 use super::uffd::Mode;
-use super::vet::{Part, vet};
+use super::vet::{Part, vet, vet_fresh};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
 use crate::error::{BackendError, MemfdFault, RegisterError};
@@ -39,7 +39,8 @@ pub struct LinuxMemory {
     pub(super) memfd: Option<Memfd>,
     /// The guest's own pages are moved out; otherwise they are write-protected.
     pub(super) by_move: bool,
-    pub(super) staging: Staging,
+    /// Mapped when pages first go out.
+    staging: OnceLock<Staging>,
     pub(super) journal: Journal,
     /// Given up last, when nothing is stopped or registered any more.
     claim: Mutex<Option<Claim>>,
@@ -69,11 +70,10 @@ impl LinuxMemory {
             owned_memfd(&source, options).map_err(|why| RegisterError::Memfd { address, why })?;
         // Pages of a file cannot be moved.
         let by_move = memfd.is_none() && stops_by_move(&host, options)?;
-        let staging =
-            Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
-        let parts = {
-            use std::os::fd::AsFd;
-            vet(host.smaps.as_fd(), span, staging.span(), memfd.as_ref())?
+        let parts = if source.take_fresh() && memfd.is_none() {
+            vet_fresh(span)?
+        } else {
+            vet(&host, span, memfd.as_ref())?
         };
         // From here on dropping it undoes what was done.
         let memory = Self {
@@ -84,7 +84,7 @@ impl LinuxMemory {
             options,
             memfd,
             by_move,
-            staging,
+            staging: OnceLock::new(),
             journal: Journal::default(),
             claim: Mutex::new(Some(claim)),
         };
@@ -92,19 +92,60 @@ impl LinuxMemory {
         Ok(memory)
     }
 
+    /// Registers memory that is write-protected in place. What is moved out is
+    /// registered while it is, and the rest of what that needs is done when the
+    /// first run is stopped: memory that is withdrawn before costs nothing.
     fn take_over(&self, address: u64) -> Result<(), RegisterError> {
-        // A page that a child shares cannot be moved (design fact 6).
-        mapping::advise(self.span, Advice::LinuxDontFork)
-            .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))?;
-        let registered = if self.by_move {
-            self.staging.open()
-        } else {
-            self.host.uffd.register(self.span, Mode::WriteProtect)
-        };
+        if self.by_move {
+            return Ok(());
+        }
+        self.keep_from_forks()?;
+        let registered = self.host.uffd.register(self.span, Mode::WriteProtect);
         registered.map_err(|errno| match errno {
             Errno::BUSY => RegisterError::OtherUserfaultfd { address },
             errno => mapping_error("UFFDIO_REGISTER", errno).into(),
         })
+    }
+
+    /// A page that a child shares cannot be moved (design fact 6), and what is
+    /// write-protected here would not be there.
+    fn keep_from_forks(&self) -> Result<(), BackendError> {
+        mapping::advise(self.span, Advice::LinuxDontFork)
+            .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))
+    }
+
+    /// Where pages go that are moved out, mapped if that is not done yet.
+    fn open_staging(&self) -> Result<(), BackendError> {
+        if self.staging.get().is_none() {
+            self.keep_from_forks()?;
+            let staging = Staging::new(Arc::clone(&self.host))
+                .map_err(|errno| mapping_error("mmap of staging", errno))?;
+            staging
+                .open()
+                .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
+            // Only the holder of the region's lease stops pages.
+            let _ = self.staging.set(staging);
+        }
+        Ok(())
+    }
+
+    /// Ends what is under way, and undoes what was done to the mappings.
+    fn give_back(&self) {
+        if self.by_move && self.staging().is_none() {
+            return;
+        }
+        self.put_back(self.journal.run());
+        // Lifts write-protection and wakes as well. It fails only if somebody
+        // has unmapped a part: there is nothing left to do for that.
+        let _ = self.host.uffd.unregister(self.span);
+        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
+            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
+        }
+    }
+
+    /// Where pages go that are moved out; none if none ever were.
+    pub(super) fn staging(&self) -> Option<&Staging> {
+        self.staging.get()
     }
 
     /// Maps the pages of `range` that a memfd holds in memory, so that the page
@@ -152,11 +193,13 @@ impl LinuxMemory {
         self.span.part(range.start.0, range.len())
     }
 
-    /// The places in the staging area of `range`, which is in the current run.
+    /// The places in the staging area of `range`, which is in the current run,
+    /// and that is out.
     pub(super) fn slots_of(&self, range: PageRange) -> Span {
         let run = self.journal.run();
         assert_eq!(range.intersection(run), range, "not the run that is out");
-        self.staging.slots(range.start.0 - run.start.0, range.len())
+        let staging = self.staging().expect("opened before a page goes out");
+        staging.slots(range.start.0 - run.start.0, range.len())
     }
 
     /// Whether pages of `backing` are stopped by moving them out.
@@ -221,15 +264,7 @@ impl Memory for LinuxMemory {
         if claim.is_none() {
             return;
         }
-        if self.by_move {
-            self.put_back(self.journal.run());
-        }
-        // Lifts write-protection and wakes as well. It fails only if somebody
-        // has unmapped a part: there is nothing left to do for that.
-        let _ = self.host.uffd.unregister(self.span);
-        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
-            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
-        }
+        self.give_back();
         *claim = None;
     }
 
@@ -275,8 +310,12 @@ impl Memory for LinuxMemory {
     fn stop(&self, range: PageRange, backing: Backing) -> Result<Held, BackendError> {
         self.check_stop(range, backing)?;
         self.clear_staging()?;
+        let goes_out = self.goes_out(backing);
+        if goes_out {
+            self.open_staging()?;
+        }
         self.journal.begin(range);
-        if self.goes_out(backing) {
+        if goes_out {
             self.move_out(range)
         } else {
             self.stop_writes(range, backing)
@@ -293,10 +332,9 @@ impl Memory for LinuxMemory {
             return self.read(page, buf);
         }
         let run = self.journal.run();
-        if !run.contains(page) {
-            return Err(host_error("read_held", Errno::INVAL));
-        }
-        self.staging.read(page.0 - run.start.0, buf);
+        let staging = self.staging().filter(|_| run.contains(page));
+        let staging = staging.ok_or_else(|| host_error("read_held", Errno::INVAL))?;
+        staging.read(page.0 - run.start.0, buf);
         Ok(())
     }
 

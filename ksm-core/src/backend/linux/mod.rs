@@ -51,6 +51,7 @@ mod out;
 mod pagemap;
 mod protect;
 mod replace;
+mod smaps;
 mod source;
 mod span;
 mod staging;
@@ -61,7 +62,6 @@ mod vet;
 mod window;
 
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -193,7 +193,7 @@ impl Backend for LinuxBackend {
     type Store = LinuxStore;
 
     fn free_vmas(&self) -> Option<u64> {
-        let used = vet::count_mappings(self.host.smaps.as_fd())?;
+        let used = vet::count_mappings(&self.host)?;
         Some(self.host.max_map_count?.saturating_sub(used))
     }
 

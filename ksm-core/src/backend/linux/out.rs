@@ -119,7 +119,7 @@ impl LinuxMemory {
                 self.move_back(kept);
             }
             // Nothing is lost: these are replaced, or their place is gone.
-            let _ = self.staging.drop_slots(self.slots_of(staged));
+            let _ = mapping::drop_pages(self.slots_of(staged));
         }
         for kept in Journal::parts(range, |page| !self.journal.is_mapped(page)) {
             self.release(kept);
@@ -129,7 +129,7 @@ impl LinuxMemory {
     /// The parts of `range` that have a page in the staging area.
     pub(super) fn staged(&self, range: PageRange) -> Vec<PageRange> {
         let range = range.intersection(self.journal.run());
-        if range.is_empty() {
+        if range.is_empty() || self.staging().is_none() {
             return Vec::new();
         }
         let mut staged = Vec::new();
@@ -210,11 +210,11 @@ impl LinuxMemory {
 
     /// Makes sure that no page of an earlier run is in the staging area.
     pub(super) fn clear_staging(&self) -> Result<(), BackendError> {
-        if !self.journal.is_open() {
+        let staging = self.staging().filter(|_| self.journal.is_open());
+        let Some(staging) = staging else {
             return Ok(());
-        }
-        let empty = self
-            .staging
+        };
+        let empty = staging
             .is_empty()
             .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
         if !empty {

@@ -41,7 +41,7 @@ impl LinuxMemory {
             .map_err(|errno| mapping_error("mmap", errno))?;
         self.journal.mapped(range);
         if self.goes_out(backing) {
-            let _ = self.staging.drop_slots(self.slots_of(range));
+            let _ = mapping::drop_pages(self.slots_of(range));
         }
         self.carry(range, Attributes::of_frames);
         if self.options.dma_guarded {
@@ -78,7 +78,7 @@ impl LinuxMemory {
         self.journal.zeroed(range);
         if self.goes_out(Backing::Own) {
             let slots = self.slots_of(range);
-            let dropped = self.staging.drop_slots(slots);
+            let dropped = mapping::drop_pages(slots);
             dropped.map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
         } else {
             self.drop_own(range)

@@ -40,11 +40,6 @@ impl Staging {
         self.host.uffd.register(self.span, Mode::Missing)
     }
 
-    /// All of it.
-    pub(super) fn span(&self) -> Span {
-        self.span
-    }
-
     /// The places of `pages` pages of the run, from its `first` on.
     pub(super) fn slots(&self, first: u64, pages: u64) -> Span {
         self.span.part(first, pages)
@@ -62,11 +57,6 @@ impl Staging {
             .pagemap
             .populated(self.span, 1, |_| found = true)?;
         Ok(!found)
-    }
-
-    /// Drops pages that are no longer needed.
-    pub(super) fn drop_slots(&self, slots: Span) -> Result<(), Errno> {
-        mapping::drop_pages(slots)
     }
 }
 
