@@ -42,12 +42,12 @@ pub struct Totals {
 
 impl KernelKsm {
     /// Takes hold of ksmd, and stops it. Waits for another program of this
-    /// project that has it.
+    /// project that has it. What the files `also` hold is restored as well.
     ///
     /// # Errors
     /// When ksmd is at work for others, whose pages would be in the figures, when
     /// the kernel has no KSM, or when this is not root.
-    pub fn take() -> anyhow::Result<Self> {
+    pub fn take(also: &[&str]) -> anyhow::Result<Self> {
         let lock =
             File::open(format!("{FOLDER}/run")).context("this kernel has no KSM (CONFIG_KSM)")?;
         lock.lock()
@@ -60,7 +60,7 @@ impl KernelKsm {
                 );
             }
         }
-        let keeper = Keeper::start(&sysfs::to_restore()?)?;
+        let keeper = Keeper::start(&sysfs::to_restore(also)?)?;
         // While the advisor is on, pages_to_scan is its own.
         if setting("advisor_mode").is_ok() {
             set("advisor_mode", "none")?;
@@ -96,6 +96,21 @@ impl KernelKsm {
     /// When this is not root, or memory is short.
     pub fn unmerge(&self) -> anyhow::Result<()> {
         set("run", "2")
+    }
+
+    /// Its folder in /proc.
+    #[must_use]
+    pub fn folder(&self) -> String {
+        format!("/proc/{}", self.ksmd.pid)
+    }
+
+    /// Its priority: `nice(2)`.
+    ///
+    /// # Errors
+    /// When /proc does not say.
+    pub fn nice(&self) -> anyhow::Result<i32> {
+        let stat = self.ksmd.stat().context("/proc of ksmd")?;
+        Ok(i32::try_from(stat.nice)?)
     }
 
     /// Processor time that it has used since the host was started.

@@ -5,9 +5,15 @@ use anyhow::Context as _;
 /// Where the settings and counters are.
 pub const FOLDER: &str = "/sys/kernel/mm/ksm";
 
-/// What a keeper must write so that the host is as it is now.
-pub(crate) fn to_restore() -> anyhow::Result<Vec<(String, String)>> {
+/// What a keeper must write so that the host is as it is now, the files `also`
+/// among it, where they are.
+pub(crate) fn to_restore(also: &[&str]) -> anyhow::Result<Vec<(String, String)>> {
     let mut settings = Vec::new();
+    for &path in also {
+        if let Ok(value) = std::fs::read_to_string(path) {
+            settings.push((path.to_owned(), value.trim().to_owned()));
+        }
+    }
     let mut keep = |name: &str, value: String| settings.push((format!("{FOLDER}/{name}"), value));
     let run = setting("run")?;
     if run == "0" {

@@ -14,6 +14,7 @@ pub(crate) enum Order {
     /// The whole set, again and again: equal pages stand in long runs.
     InOrder,
     /// Eight neighbours of the set together, these groups shuffled.
+    #[value(name = "runs-of-8")]
     RunsOf8,
     /// Every page anywhere.
     Shuffled,

@@ -1,5 +1,6 @@
 //! [`Host`]: both sides, ready to be used.
 
+use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,9 @@ use ksm_core::backend::linux::LinuxBackend;
 /// Pages that ksmd scans, and we, before the clock is looked at.
 pub(crate) const PAGES_TO_SCAN: u64 = 100_000;
 
+/// Whether the threads of a session share what one thread gets. ksmd is in no
+/// session.
+const AUTOGROUP: &str = "/proc/sys/kernel/sched_autogroup_enabled";
 /// How long others may have memory that ksmd would look at as well.
 const PATIENCE: Duration = Duration::from_secs(600);
 /// How often they are looked for meanwhile.
@@ -26,7 +30,11 @@ impl Host {
     /// Takes ksmd, stopped and set to its full speed, and opens the engine's host.
     pub(crate) fn take() -> anyhow::Result<Self> {
         let backend = LinuxBackend::open().context("our side cannot run here")?;
-        let ksmd = KernelKsm::take().context("the kernel's side cannot run here")?;
+        let ksmd = KernelKsm::take(&[AUTOGROUP]).context("the kernel's side cannot run here")?;
+        if Path::new(AUTOGROUP).exists() {
+            // From now on each thread that is made has a share of its own.
+            std::fs::write(AUTOGROUP, "0").context(AUTOGROUP)?;
+        }
         set("use_zero_pages", "1")?;
         set("pages_to_scan", &PAGES_TO_SCAN.to_string())?;
         set("sleep_millisecs", "0")?;

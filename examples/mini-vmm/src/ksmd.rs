@@ -34,7 +34,7 @@ impl Ksmd {
     /// Makes the work memory of all guests mergeable, and sets ksmd up. It does
     /// not run yet.
     pub(crate) fn new(rams: Vec<Ram>, pacing: Pacing) -> anyhow::Result<Self> {
-        let host = KernelKsm::take()?;
+        let host = KernelKsm::take(&[])?;
         set("use_zero_pages", "1")?;
         set("pages_to_scan", &pacing.pages_to_scan.to_string())?;
         set("sleep_millisecs", &pacing.sleep_millisecs.to_string())?;

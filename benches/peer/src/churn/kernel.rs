@@ -7,7 +7,7 @@ use kernel_ksm::{KernelKsm, Totals, count};
 
 use super::load::Hotplug;
 use super::{CHURN_PAGES, Merging, Progress};
-use crate::cpu;
+use crate::cpu::{self, Share};
 use crate::figures::Figures;
 use crate::host::Host;
 use crate::memory::Memory;
@@ -46,8 +46,9 @@ impl<'h> Kernel<'h> {
     /// Everything is merged, or the time is up.
     fn wait(&self, limit: Duration) -> anyhow::Result<Progress> {
         cpu::as_watcher()?;
-        let (began, cpu) = (Instant::now(), self.ksmd.cpu_time()?);
-        let (process, totals) = (cpu::of_process(), Totals::now()?);
+        let ksmd = self.ksmd.folder();
+        let (share, process) = (Share::of(&ksmd)?, cpu::of_process());
+        let (began, totals) = (Instant::now(), Totals::now()?);
         self.ksmd.start()?;
         let mut progress = Progress::default();
         loop {
@@ -66,8 +67,8 @@ impl<'h> Kernel<'h> {
         let totals = Totals::now()?.since(totals);
         progress.passes = totals.full_scans;
         progress.pages_scanned = totals.pages_scanned;
-        progress.scanner_cpu = self.ksmd.cpu_time()? - cpu;
-        progress.cpu = cpu::of_process() - process + progress.scanner_cpu;
+        progress.scanner = Share::of(&ksmd)?.since(share);
+        progress.cpu = cpu::of_process() - process + progress.scanner.ran;
         self.ksmd.stop()?;
         Ok(progress)
     }

@@ -4,7 +4,7 @@
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::{self, ScopedJoinHandle, sleep};
+use std::thread::{self, Builder, ScopedJoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
@@ -77,16 +77,19 @@ pub(super) fn beside(
     let per_thread = weight.rate.map(|rate| rate / f64::from(weight.threads));
     thread::scope(|scope| {
         let threads: Vec<_> = (0..weight.threads)
-            .map(|_| scope.spawn(|| crew.labour(weight.load, per_thread)))
-            .collect();
-        let prober = scope.spawn(|| {
+            .map(|_| {
+                let labour = || crew.labour(weight.load, per_thread);
+                named("load").spawn_scoped(scope, labour)
+            })
+            .collect::<Result<_, _>>()?;
+        let prober = named("prober").spawn_scoped(scope, || {
             crew.begin.wait();
             crew.churn(Some(PROBES_PER_SECOND))
-        });
+        })?;
         crew.begin.wait();
         let began = Instant::now();
         sleep(WARM_UP);
-        let worked = join(scope.spawn(work));
+        let worked = join(named("ksm-scan").spawn_scoped(scope, work)?);
         crew.stop.store(true, Ordering::Relaxed);
         let seconds = began.elapsed().as_secs_f64();
         let probes = join(prober)?;
@@ -103,6 +106,10 @@ pub(super) fn beside(
         }
         Ok(figures)
     })
+}
+
+fn named(name: &str) -> Builder {
+    Builder::new().name(name.to_owned())
 }
 
 fn milliseconds(duration: Duration) -> f64 {

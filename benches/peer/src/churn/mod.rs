@@ -12,6 +12,7 @@ use ksm_core::PAGE_SIZE;
 
 use crate::args::ChurnArgs;
 use crate::content::{Order, memory_of};
+use crate::cpu::Share;
 use crate::figures::{Figures, Line, Printer, name_of};
 use crate::host::Host;
 use crate::memory::Memory;
@@ -69,7 +70,7 @@ struct Progress {
     pages_scanned: u64,
     /// Times that a region was put off or left out.
     deferred: u64,
-    scanner_cpu: Duration,
+    scanner: Share,
     /// Of the process, and ksmd where that is at work.
     cpu: Duration,
 }
@@ -79,7 +80,7 @@ impl Progress {
     fn figures(self) -> Figures {
         let seconds = self.seconds.as_secs_f64();
         let passes = self.passes + 1;
-        let cpu_us = self.scanner_cpu.as_secs_f64() * 1e6;
+        let cpu_us = self.scanner.ran.as_secs_f64() * 1e6;
         let mut figures = Figures::default();
         figures.set("merge_seconds", seconds);
         figures.set("merged_pages", self.merged as f64);
@@ -89,6 +90,10 @@ impl Progress {
         figures.set("scanned_pages_per_second", rate);
         figures.set("deferrals", self.deferred as f64);
         figures.set("cpu_us_per_page", cpu_us / self.pages_scanned.max(1) as f64);
+        let (ran, queued) = (self.scanner.ran, self.scanner.queued);
+        figures.set("scanner_cpu_seconds", ran.as_secs_f64());
+        figures.set("scanner_queued_for_cpu_seconds", queued.as_secs_f64());
+        figures.set("scanner_waits", self.scanner.waits as f64);
         figures.set("process_cpu_seconds", self.cpu.as_secs_f64());
         figures
     }

@@ -8,13 +8,15 @@ use vm_memory::{Bytes as _, GuestAddress, MemoryRegionAddress};
 
 use super::load::Hotplug;
 use super::{CHURN_PAGES, Merging, Progress};
-use crate::cpu;
+use crate::cpu::{self, Share};
 use crate::figures::Figures;
 use crate::host::Host;
 use crate::memory::Memory;
 
 /// Pages that are scanned before it is asked whether everything is merged.
 const GLANCE_PAGES: u64 = 1024;
+/// The calling thread.
+const MYSELF: &str = "/proc/thread-self";
 
 /// An engine with one guest.
 pub(super) struct Ours {
@@ -22,6 +24,8 @@ pub(super) struct Ours {
     space: SpaceId,
     region: RegionId,
     pages: u64,
+    /// The scanner's priority is ksmd's.
+    nice: i32,
 }
 
 impl Ours {
@@ -39,6 +43,7 @@ impl Ours {
             space,
             region,
             pages: memory.pages() as u64,
+            nice: host.ksmd.nice()?,
         })
     }
 }
@@ -56,8 +61,9 @@ impl Hotplug for Ours {
 
 impl Merging for Ours {
     fn merge(&self, limit: Duration) -> anyhow::Result<Figures> {
-        cpu::as_ksmd()?;
-        let (began, cpu, process) = (Instant::now(), cpu::of_thread(), cpu::of_process());
+        cpu::set_nice(self.nice)?;
+        let (share, process) = (Share::of(MYSELF)?, cpu::of_process());
+        let began = Instant::now();
         let mut progress = Progress::default();
         loop {
             let report = self.ksm.scan(GLANCE_PAGES)?;
@@ -70,7 +76,7 @@ impl Merging for Ours {
             }
         }
         progress.seconds = began.elapsed();
-        progress.scanner_cpu = cpu::of_thread() - cpu;
+        progress.scanner = Share::of(MYSELF)?.since(share);
         progress.cpu = cpu::of_process() - process;
         Ok(progress.figures())
     }

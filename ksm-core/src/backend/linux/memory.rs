@@ -341,12 +341,12 @@ impl Memory for LinuxMemory {
     fn share(
         &self,
         range: PageRange,
-        backing: Backing,
+        _: Backing,
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
         self.check_held(range)?;
-        self.map_frames(range, backing, store, first)
+        self.map_frames(range, store, first)
     }
 
     fn reuse(&self, range: PageRange) -> Result<(), BackendError> {
@@ -373,6 +373,7 @@ impl Memory for LinuxMemory {
         } else {
             self.let_write(range);
         }
+        self.carry_over(range);
         // Whoever waited on a mapping that was replaced, or on a hole.
         self.host.uffd.wake(self.span_of(range));
         self.journal.lifted(range);

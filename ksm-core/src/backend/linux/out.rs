@@ -114,15 +114,26 @@ impl LinuxMemory {
     /// it was, and ends the registration of what was not replaced. Can be
     /// repeated, by any thread.
     pub(super) fn put_back(&self, range: PageRange) {
+        if range.iter().all(|page| self.journal.is_mapped(page)) {
+            self.drop_replaced(range);
+            return;
+        }
         for staged in self.staged(range) {
             for kept in Journal::parts(staged, |page| !self.journal.is_replaced(page)) {
                 self.move_back(kept);
             }
-            // Nothing is lost: these are replaced, or their place is gone.
-            let _ = mapping::drop_pages(self.slots_of(staged));
+            self.drop_replaced(staged);
         }
         for kept in Journal::parts(range, |page| !self.journal.is_mapped(page)) {
             self.release(kept);
+        }
+    }
+
+    /// Drops what is out of `range`. Nothing is lost: it is replaced, or its place
+    /// is gone.
+    fn drop_replaced(&self, range: PageRange) {
+        if !range.is_empty() {
+            let _ = mapping::drop_pages(self.slots_of(range));
         }
     }
 

@@ -23,12 +23,11 @@ impl LinuxMemory {
     /// so, and pages that are out stay until then.
     ///
     /// Once mapped, the pages hold what they must, so nothing after it fails
-    /// the call: a mapping that could not be told what the old one carried is
-    /// told again when it is stopped next.
+    /// the call. What the old mapping carried, and the pages that are out, are
+    /// left to the end of the stop: once for all that it replaced.
     pub(super) fn map_frames(
         &self,
         range: PageRange,
-        backing: Backing,
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
@@ -40,10 +39,6 @@ impl LinuxMemory {
         mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
             .map_err(|errno| mapping_error("mmap", errno))?;
         self.journal.mapped(range);
-        if self.goes_out(backing) {
-            let _ = mapping::drop_pages(self.slots_of(range));
-        }
-        self.carry(range, Attributes::of_frames);
         if self.options.dma_guarded {
             let _ = self.host.uffd.register(span, Mode::WriteProtect);
         }
@@ -193,7 +188,6 @@ impl LinuxMemory {
         if !range.iter().all(|page| self.journal.is_replaced(page)) {
             self.journal.mapped(range);
         }
-        self.carry(range, Attributes::of_frames);
         // What came in place of the guest's own pages can only be frames, while
         // frames may have been replaced by what the memfd holds now. Pages that
         // were dropped have no other mapping, and may be in use again.
@@ -211,6 +205,15 @@ impl LinuxMemory {
             .find(|part| part.range.contains(range.start))
             .map(|part| part.attributes)
             .unwrap_or_default()
+    }
+
+    /// Gives what replaced pages of `range` what was there at registration: all
+    /// of the range, since the rest carries it already. A mapping that could not
+    /// be told is told again when it is stopped next.
+    pub(super) fn carry_over(&self, range: PageRange) {
+        if range.iter().any(|page| self.journal.is_mapped(page)) {
+            self.carry(range, Attributes::of_frames);
+        }
     }
 
     /// Gives fresh mappings what `of` says of what was there at registration.
