@@ -102,9 +102,7 @@ fn note_copies<B: Backend>(
     let copied = runs
         .iter()
         .filter(|run| matches!(run.state, PageState::Private | PageState::Swapped));
-    for page in copied.flat_map(|run| run.range.iter()) {
-        guard.note_copied(page);
-    }
+    guard.note_all_copied(copied.flat_map(|run| run.range.iter()));
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 
 use crate::churn::{Load, Policy};
 use crate::content::Order;
+use crate::unmerge::Case;
 
 /// Runs a workload on both sides, ours and the kernel's KSM, in the same run, and
 /// prints what came of each, and the ratio.
@@ -30,6 +31,8 @@ pub(crate) struct Args {
 pub(crate) enum Workload {
     /// Merging 32 MiB while threads add and withdraw regions of 256 MiB
     Churn(ChurnArgs),
+    /// Giving merged pages copies of their own
+    Unmerge(UnmergeArgs),
 }
 
 /// Time until 8192 pages, 2048 contents four times each, are all merged, alone,
@@ -77,6 +80,44 @@ pub(crate) struct ChurnArgs {
     pub(crate) mergeable_churn: bool,
 
     /// Once each, for a look at whether it works
+    #[arg(long)]
+    pub(crate) quick: bool,
+}
+
+/// Unmerging memory that is merged, wholly, half, or one page of what is reserved:
+/// ours by the engine, the kernel's by MADV_UNMERGEABLE.
+///
+/// The ratio is that of mib_per_second, of the whole memory, ours to the kernel's.
+/// Afterwards the page map must say of every page that it is anonymous and
+/// nobody else's.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct UnmergeArgs {
+    /// Memory, in MiB; a third of what is available if that is less
+    #[arg(long, default_value_t = 2048)]
+    pub(crate) mib: u64,
+
+    /// Memory that is reserved for one page, in TiB
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub(crate) sparse_tib: u8,
+
+    /// The same for the kernel's side, which goes through it page by page, in GiB:
+    /// 32 TiB would take it a quarter of an hour
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) kernel_sparse_gib: u16,
+
+    /// How much is merged
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["all", "half", "sparse"])]
+    pub(crate) cases: Vec<Case>,
+
+    /// How often each case is run
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeat: u32,
+
+    /// When to give up waiting until everything is merged
+    #[arg(long, default_value_t = 120)]
+    pub(crate) limit_seconds: u64,
+
+    /// Once each, with less memory, for a look at whether it works
     #[arg(long)]
     pub(crate) quick: bool,
 }

@@ -10,6 +10,7 @@ mod figures;
 mod host;
 mod memory;
 mod oracle;
+mod unmerge;
 
 use std::process::ExitCode;
 
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
     let printer = Printer::new(args.json);
     let done = match &args.workload {
         Workload::Churn(options) => churn::run(&host, options, &printer),
+        Workload::Unmerge(options) => unmerge::run(&host, options, &printer),
     };
     match done {
         Ok(complaints) if complaints.is_empty() => ExitCode::SUCCESS,

@@ -34,6 +34,12 @@ pub(crate) fn count_own(memory: &Memory) -> anyhow::Result<u64> {
     count(memory, |page| page == PageIs::Own)
 }
 
+/// Whether one page is.
+pub(crate) fn is_own(memory: &Memory, page: usize) -> anyhow::Result<bool> {
+    let found = PageMap::open()?.look(memory.first_page() + page, 1)?;
+    Ok(found == [PageIs::Own])
+}
+
 fn count(memory: &Memory, is: impl Fn(PageIs) -> bool) -> anyhow::Result<u64> {
     let pages = PageMap::open()?.look(memory.first_page(), memory.pages())?;
     Ok(pages.into_iter().filter(|&page| is(page)).count() as u64)
