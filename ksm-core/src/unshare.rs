@@ -117,6 +117,7 @@ pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
             let guard = region.lock()?;
             let left = region.pages().frame_runs(chunk);
             if left.is_empty() {
+                guard.memory().rest();
                 break;
             }
             if let Err(source) = restore_runs(&guard, &left) {

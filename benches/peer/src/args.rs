@@ -41,9 +41,13 @@ pub(crate) enum Workload {
 /// rate is the same on both sides: what the kernel's side reaches when nothing
 /// holds it back.
 ///
+/// Churners wait for one another, and for whoever merges, and so leave CPU time
+/// that threads which only burn it do not leave. Hence two controls: `burners` burn
+/// all that they get, `matched` as much as the churners of that side took.
+///
 /// The ratio of a case is that of merge_seconds, ours to the kernel's. In the cases
-/// `.../contended-over-burners` it is the ratio of ratios: what churn costs beyond
-/// the CPU time that it takes.
+/// `.../contended-over-burners` and `.../contended-over-matched` it is the ratio of
+/// ratios: what churn costs a side beyond the CPU time that it takes.
 #[derive(Clone, Debug, ClapArgs)]
 pub(crate) struct ChurnArgs {
     /// Threads that burn, or churn
@@ -59,7 +63,7 @@ pub(crate) struct ChurnArgs {
     pub(crate) policies: Vec<Policy>,
 
     /// What goes on beside the merging
-    #[arg(long, value_enum, value_delimiter = ',', default_values = ["idle", "burners", "churners"])]
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["idle", "burners", "churners", "matched"])]
     pub(crate) loads: Vec<Load>,
 
     /// How often each case is run

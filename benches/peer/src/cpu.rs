@@ -15,6 +15,11 @@ pub(crate) fn of_process() -> Duration {
     since_start(clock_gettime(ClockId::ProcessCPUTime))
 }
 
+/// That of the calling thread.
+pub(crate) fn of_thread() -> Duration {
+    since_start(clock_gettime(ClockId::ThreadCPUTime))
+}
+
 /// What a thread has had of processors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Share {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::Ksm;
 use super::turn::{Patience, Turn};
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::budget::Purse;
 use crate::error::Error;
 use crate::merge::{self, Wish};
@@ -221,6 +221,9 @@ impl<B: Backend> Ksm<B> {
                 region.note_outcome(wish.page, outcome);
             }
             rest = &rest[run.len()..];
+            if rest.is_empty() {
+                guard.memory().rest();
+            }
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);

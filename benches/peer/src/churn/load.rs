@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use clap::ValueEnum;
 
+use crate::cpu;
 use crate::figures::Figures;
 
 /// How long the load goes on before the merging begins.
@@ -19,6 +20,11 @@ const AHEAD: Duration = Duration::from_millis(1);
 /// Layout changes a second by which the wait for one is measured under any load.
 const PROBES_PER_SECOND: f64 = 200.0;
 
+/// Multiplications in a row of a thread that burns: some tens of microseconds.
+const BURST: u32 = 20_000;
+/// Less than that cannot be kept to.
+const LEAST_DUTY: f64 = 0.01;
+
 /// A side, seen by those who change the layout of memory.
 pub(super) trait Hotplug: Sync {
     /// Maps 256 MiB, adds it, writes `word` to it, withdraws it and unmaps it.
@@ -26,7 +32,7 @@ pub(super) trait Hotplug: Sync {
 }
 
 /// What goes on beside the merging.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Load {
     /// Nothing
     Idle,
@@ -34,6 +40,8 @@ pub(crate) enum Load {
     Burners,
     /// Threads that change the layout of memory
     Churners,
+    /// Threads that burn as much CPU time as the churners of that side took
+    Matched,
 }
 
 /// Load, in how many threads, how fast.
@@ -43,13 +51,16 @@ pub(super) struct Weight {
     pub(super) threads: u32,
     /// Layout changes a second of all churners; `None` for as many as they can.
     pub(super) rate: Option<f64>,
+    /// The part of its time that a matched burner burns.
+    pub(super) duty: f64,
 }
 
-/// What a thread that changes the layout has seen.
+/// What a thread of the load has done.
 #[derive(Clone, Copy, Debug, Default)]
 struct Changes {
     count: u64,
     longest: Duration,
+    cpu: Duration,
 }
 
 impl Changes {
@@ -57,6 +68,7 @@ impl Changes {
         Self {
             count: self.count + other.count,
             longest: self.longest.max(other.longest),
+            cpu: self.cpu + other.cpu,
         }
     }
 }
@@ -78,7 +90,7 @@ pub(super) fn beside(
     thread::scope(|scope| {
         let threads: Vec<_> = (0..weight.threads)
             .map(|_| {
-                let labour = || crew.labour(weight.load, per_thread);
+                let labour = || crew.labour(weight, per_thread);
                 named("load").spawn_scoped(scope, labour)
             })
             .collect::<Result<_, _>>()?;
@@ -99,6 +111,8 @@ pub(super) fn beside(
         }
         let mut figures = worked?;
         figures.set("longest_probe_ms", milliseconds(probes.longest));
+        let cores = churn.cpu.as_secs_f64() / seconds;
+        figures.set("load_cpu_cores", cores);
         if weight.load == Load::Churners {
             #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
             figures.set("layout_changes_per_second", churn.count as f64 / seconds);
@@ -131,21 +145,35 @@ struct Crew<'a> {
 }
 
 impl Crew<'_> {
-    fn labour(&self, load: Load, rate: Option<f64>) -> anyhow::Result<Changes> {
+    fn labour(&self, weight: Weight, rate: Option<f64>) -> anyhow::Result<Changes> {
         self.begin.wait();
-        match load {
-            Load::Idle => Ok(Changes::default()),
-            Load::Burners => {
-                let mut x = 1_u64;
-                while !self.stop.load(Ordering::Relaxed) {
-                    for _ in 0..1000 {
-                        x = black_box(x.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                    }
-                }
-                Ok(Changes::default())
+        let cpu = cpu::of_thread();
+        let changes = match weight.load {
+            Load::Idle => Changes::default(),
+            Load::Burners => self.burn(1.0),
+            Load::Matched => self.burn(weight.duty),
+            Load::Churners => self.churn(rate)?,
+        };
+        Ok(Changes {
+            cpu: cpu::of_thread() - cpu,
+            ..changes
+        })
+    }
+
+    /// Burns so much of its time.
+    fn burn(&self, duty: f64) -> Changes {
+        let (began, cpu) = (Instant::now(), cpu::of_thread());
+        let mut x = 1_u64;
+        while !self.stop.load(Ordering::Relaxed) {
+            for _ in 0..BURST {
+                x = black_box(x.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             }
-            Load::Churners => self.churn(rate),
+            if duty < 1.0 {
+                let due = (cpu::of_thread() - cpu).div_f64(duty.max(LEAST_DUTY));
+                sleep(due.saturating_sub(began.elapsed()));
+            }
         }
+        Changes::default()
     }
 
     /// Changes the layout, so many times a second: who falls behind catches up.
@@ -159,6 +187,7 @@ impl Crew<'_> {
             changes = changes.add(Changes {
                 count: 1,
                 longest: start.elapsed(),
+                cpu: Duration::ZERO,
             });
             if let Some(rate) = rate {
                 #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]

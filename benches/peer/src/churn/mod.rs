@@ -4,6 +4,7 @@ mod kernel;
 mod load;
 mod ours;
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -135,40 +136,65 @@ struct Bench<'a> {
 impl Bench<'_> {
     /// Layout changes a second that the kernel's side reaches while ksmd merges.
     fn highest_rate(&mut self) -> anyhow::Result<f64> {
+        let free = Weight {
+            load: Load::Churners,
+            threads: self.args.threads,
+            rate: None,
+            duty: 0.0,
+        };
         let runs: Vec<Figures> = (0..self.repeat)
-            .map(|_| self.trial(Order::InOrder, Load::Churners, Who::Kernel))
+            .map(|_| self.trial(Order::InOrder, free, Who::Kernel))
             .collect::<anyhow::Result<_>>()?;
         Ok(Figures::median(&runs, &[]).get("layout_changes_per_second"))
     }
 
     fn order(&mut self, order: Order, printer: &Printer) -> anyhow::Result<()> {
         let order_name = name_of(&order);
-        let mut control: Option<Vec<Figures>> = None;
-        for &load in &self.args.loads {
-            let medians = self.load(order, load)?;
-            self.print(&medians, &order_name, &name_of(&load), printer)?;
-            match (load, &control) {
-                (Load::Burners, _) => control = Some(medians),
-                (Load::Churners, Some(control)) => {
-                    let pairs = medians.iter().zip(control);
-                    let relative = pairs.map(|(mine, control)| relative(mine, control));
-                    let relative: Vec<_> = relative.collect();
-                    self.print(&relative, &order_name, "contended-over-burners", printer)?;
-                }
-                _ => {}
+        let mut done: HashMap<Load, Vec<Figures>> = HashMap::new();
+        // The churners before those that are to match them.
+        for load in Load::value_variants() {
+            if !self.args.loads.contains(load) {
+                continue;
             }
+            let churners = done.get(&Load::Churners).map(Vec::as_slice);
+            let medians = self.load(order, *load, churners.unwrap_or_default())?;
+            self.print(&medians, &order_name, &name_of(load), printer)?;
+            done.insert(*load, medians);
+        }
+        for control in [Load::Burners, Load::Matched] {
+            let (Some(contended), Some(medians)) = (done.get(&Load::Churners), done.get(&control))
+            else {
+                continue;
+            };
+            let pairs = contended.iter().zip(medians);
+            let relative: Vec<_> = pairs.map(|(mine, other)| relative(mine, other)).collect();
+            let case = format!("contended-over-{}", name_of(&control));
+            self.print(&relative, &order_name, &case, printer)?;
         }
         Ok(())
     }
 
-    /// Of the kernel's side, then of each policy.
-    fn load(&mut self, order: Order, load: Load) -> anyhow::Result<Vec<Figures>> {
+    /// Of the kernel's side, then of each policy. `churners` are those of the
+    /// churners, in the same order.
+    fn load(
+        &mut self,
+        order: Order,
+        load: Load,
+        churners: &[Figures],
+    ) -> anyhow::Result<Vec<Figures>> {
         let ours = self.args.policies.iter().map(|&policy| Who::Ours(policy));
         let whos: Vec<Who> = [Who::Kernel].into_iter().chain(ours).collect();
         let mut runs = vec![Vec::new(); whos.len()];
         for _ in 0..self.repeat {
-            for (&who, runs) in whos.iter().zip(&mut runs) {
-                runs.push(self.trial(order, load, who)?);
+            for (at, &who) in whos.iter().enumerate() {
+                let cores = churners.get(at).map(|run| run.get("load_cpu_cores"));
+                let weight = Weight {
+                    load,
+                    threads: self.args.threads,
+                    rate: self.rate,
+                    duty: cores.unwrap_or(0.0) / f64::from(self.args.threads),
+                };
+                runs[at].push(self.trial(order, weight, who)?);
             }
         }
         let median = |runs: &Vec<Figures>| Figures::median(runs, SPREAD);
@@ -196,7 +222,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn trial(&mut self, order: Order, load: Load, who: Who) -> anyhow::Result<Figures> {
+    fn trial(&mut self, order: Order, weight: Weight, who: Who) -> anyhow::Result<Figures> {
         let contents = order.contents(UNIQUE, COPIES);
         let memory = memory_of(&contents)?;
         let side: Box<dyn Merging> = match who {
@@ -209,13 +235,8 @@ impl Bench<'_> {
             Who::Ours(policy) => Box::new(Ours::new(self.host, policy.into(), &memory)?),
         };
         let limit = Duration::from_secs_f64(self.args.limit_seconds);
-        let weight = Weight {
-            load,
-            threads: self.args.threads,
-            rate: self.rate,
-        };
         let figures = load::beside(weight, &*side, || side.merge(limit))?;
-        let what = format!("{order:?}/{who:?}/{load:?}");
+        let what = format!("{order:?}/{who:?}/{:?}", weight.load);
         self.check(&what, &memory, &contents, &figures)?;
         side.end()?;
         oracle::check_contents(&memory, &contents)?;

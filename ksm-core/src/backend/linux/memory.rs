@@ -114,19 +114,26 @@ impl LinuxMemory {
             .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))
     }
 
-    /// Where pages go that are moved out, mapped if that is not done yet.
-    fn open_staging(&self) -> Result<(), BackendError> {
-        if self.staging.get().is_none() {
-            self.keep_from_forks()?;
-            let staging = Staging::new(Arc::clone(&self.host))
-                .map_err(|errno| mapping_error("mmap of staging", errno))?;
-            staging
-                .open()
-                .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
-            // Only the holder of the region's lease stops pages.
-            let _ = self.staging.set(staging);
-        }
-        Ok(())
+    /// Makes room for `pages` pages that are moved out.
+    fn open_staging(&self, pages: u64) -> Result<(), BackendError> {
+        let staging = match self.staging.get() {
+            Some(staging) => staging,
+            None => self.first_staging()?,
+        };
+        staging
+            .begin(pages)
+            .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
+    }
+
+    fn first_staging(&self) -> Result<&Staging, BackendError> {
+        self.keep_from_forks()?;
+        let staging = Staging::new(Arc::clone(&self.host))
+            .map_err(|errno| mapping_error("mmap of staging", errno))?;
+        staging
+            .open()
+            .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
+        // Only the holder of the region's lease stops pages.
+        Ok(self.staging.get_or_init(|| staging))
     }
 
     /// Ends what is under way, and undoes what was done to the mappings.
@@ -135,6 +142,7 @@ impl LinuxMemory {
             return;
         }
         self.put_back(self.journal.run());
+        self.settle_accounts();
         // Lifts write-protection and wakes as well. It fails only if somebody
         // has unmapped a part: there is nothing left to do for that.
         let _ = self.host.uffd.unregister(self.span);
@@ -312,7 +320,7 @@ impl Memory for LinuxMemory {
         self.clear_staging()?;
         let goes_out = self.goes_out(backing);
         if goes_out {
-            self.open_staging()?;
+            self.open_staging(range.len())?;
         }
         self.journal.begin(range);
         if goes_out {
@@ -377,6 +385,10 @@ impl Memory for LinuxMemory {
         // Whoever waited on a mapping that was replaced, or on a hole.
         self.host.uffd.wake(self.span_of(range));
         self.journal.lifted(range);
+    }
+
+    fn rest(&self) {
+        self.settle_accounts();
     }
 
     fn settle(&self, range: PageRange, backing: Backing) -> Settled {

@@ -115,25 +115,18 @@ impl LinuxMemory {
     /// repeated, by any thread.
     pub(super) fn put_back(&self, range: PageRange) {
         if range.iter().all(|page| self.journal.is_mapped(page)) {
-            self.drop_replaced(range);
+            // What is left of it is dropped with that of other runs.
             return;
         }
         for staged in self.staged(range) {
             for kept in Journal::parts(staged, |page| !self.journal.is_replaced(page)) {
                 self.move_back(kept);
             }
-            self.drop_replaced(staged);
+            // Nothing is lost: these are replaced, or their place is gone.
+            let _ = mapping::drop_pages(self.slots_of(staged));
         }
         for kept in Journal::parts(range, |page| !self.journal.is_mapped(page)) {
             self.release(kept);
-        }
-    }
-
-    /// Drops what is out of `range`. Nothing is lost: it is replaced, or its place
-    /// is gone.
-    fn drop_replaced(&self, range: PageRange) {
-        if !range.is_empty() {
-            let _ = mapping::drop_pages(self.slots_of(range));
         }
     }
 
@@ -226,7 +219,7 @@ impl LinuxMemory {
             return Ok(());
         };
         let empty = staging
-            .is_empty()
+            .is_empty(self.journal.run().len())
             .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
         if !empty {
             self.put_back(self.journal.run());

@@ -24,7 +24,7 @@ impl LinuxMemory {
     ///
     /// Once mapped, the pages hold what they must, so nothing after it fails
     /// the call. What the old mapping carried, and the pages that are out, are
-    /// left to the end of the stop: once for all that it replaced.
+    /// left for `rest`: once for many runs.
     pub(super) fn map_frames(
         &self,
         range: PageRange,
@@ -207,12 +207,25 @@ impl LinuxMemory {
             .unwrap_or_default()
     }
 
-    /// Gives what replaced pages of `range` what was there at registration: all
-    /// of the range, since the rest carries it already. A mapping that could not
+    /// Sees to it that new mappings in `range` come to carry what the old ones
+    /// did: all of it, since the rest carries it already. A mapping that could not
     /// be told is told again when it is stopped next.
     pub(super) fn carry_over(&self, range: PageRange) {
-        if range.iter().any(|page| self.journal.is_mapped(page)) {
-            self.carry(range, Attributes::of_frames);
+        if range.iter().any(|page| self.journal.is_mapped(page))
+            && let Some(other) = self.journal.bared(range)
+        {
+            self.carry(other, Attributes::of_frames);
+        }
+    }
+
+    /// Does what earlier stops have left to be done together.
+    pub(super) fn settle_accounts(&self) {
+        if let Some(bare) = self.journal.take_bare() {
+            self.carry(bare, Attributes::of_frames);
+        }
+        if let Some(staging) = self.staging().filter(|_| !self.journal.is_open()) {
+            // If it fails they are dropped when there is no more room.
+            let _ = staging.sweep();
         }
     }
 
