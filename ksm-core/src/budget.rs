@@ -6,6 +6,10 @@
 //! pass that merges takes only long runs, and each pass after it is content with
 //! shorter ones while something is left; so a few long runs are never kept out by
 //! many single pages.
+//!
+//! What is short at the end of a pass is noted, by how much it would save. Mappings
+//! that save less than half as much are given back then ([`giveback`](crate::giveback)),
+//! and the passes after that take long runs first once more.
 
 use crate::merge::{Goal, Wish};
 use crate::page::{FrameId, PageIndex};
@@ -30,8 +34,74 @@ pub(crate) struct VmaBudget {
 struct State {
     /// Twice the pages that a mapping must save, at least 1.
     floor: u64,
+    /// The same, for some passes after mappings were given back. Then 0.
+    raised: u64,
     /// Pages that this pass held back.
     held_back: u64,
+    /// What this pass would have spent more.
+    shortage: Shortage,
+}
+
+/// Steps in which [`Shortage`] counts, the last for all that save more.
+const WORTHS: usize = 12;
+
+/// Mappings that were missing for runs held back: the nth entry, for runs in which
+/// twice the pages are at least 2 to the nth for each mapping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Shortage([u64; WORTHS]);
+
+impl Shortage {
+    /// A run of `pages` misses `mappings`. The other side of a new frame misses
+    /// its own.
+    fn note(&mut self, pages: u64, mappings: u64) {
+        let worth = (2 * pages / mappings).max(1).ilog2() as usize;
+        self.0[worth.min(WORTHS - 1)] += mappings;
+    }
+
+    fn add(&mut self, other: &Self) {
+        for (mine, theirs) in self.0.iter_mut().zip(other.0) {
+            *mine += theirs;
+        }
+    }
+
+    /// What the best of the runs would save, as twice the pages for a mapping;
+    /// 0 where nothing is short.
+    pub(crate) fn best(&self) -> u64 {
+        self.0
+            .iter()
+            .rposition(|&missing| missing > 0)
+            .map_or(0, |worth| 1 << worth)
+    }
+
+    /// How many mappings are missing for runs that save twice as much with each
+    /// as `pages` pages do with `mappings`.
+    pub(crate) fn demand(&self, pages: u64, mappings: u64) -> u64 {
+        let better = |worth: usize| mappings << worth >= 4 * pages;
+        let counts = self.0.iter().enumerate();
+        counts
+            .filter(|&(worth, _)| better(worth))
+            .map(|(_, missing)| missing)
+            .sum()
+    }
+}
+
+/// Wishes, parted by what they are worth.
+#[derive(Debug, Default)]
+pub(crate) struct Admission {
+    pub(crate) admitted: Vec<Wish>,
+    pub(crate) held_back: Vec<Wish>,
+    /// What was missing for those held back that are worth their mappings.
+    pub(crate) shortage: Shortage,
+}
+
+/// What becomes of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Admitted,
+    /// Others may come that save more.
+    NotWorth,
+    /// This many mappings are not left.
+    Short(u64),
 }
 
 /// What is left for one region's merges.
@@ -45,7 +115,9 @@ impl VmaBudget {
     pub(crate) fn new(max: Option<u64>) -> Self {
         let state = State {
             floor: FIRST_FLOOR,
+            raised: 0,
             held_back: 0,
+            shortage: Shortage::default(),
         };
         Self {
             max,
@@ -56,25 +128,41 @@ impl VmaBudget {
     /// What may be spent now, with `used` mappings spent on `pages` registered.
     pub(crate) fn purse(&self, used: u64, pages: u64) -> Purse {
         let Some(max) = self.max else {
-            return Purse {
-                left: u64::MAX,
-                floor: 0,
-            };
+            return Purse::BOTTOMLESS;
         };
         let plenty = max >= pages / PAGES_PER_VMA;
+        let State { floor, raised, .. } = *self.state.lock();
         Purse {
             left: max.saturating_sub(used),
-            floor: if plenty { 0 } else { self.state.lock().floor },
+            floor: if plenty { raised } else { floor.max(raised) },
         }
     }
 
-    pub(crate) fn note_held_back(&self, pages: u64) {
-        self.state.lock().held_back += pages;
+    pub(crate) fn note_held_back(&self, pages: u64, shortage: &Shortage) {
+        let mut state = self.state.lock();
+        state.held_back += pages;
+        state.shortage.add(shortage);
     }
 
-    /// The next pass is content with shorter runs if this one held some back.
-    pub(crate) fn end_pass(&self) {
+    /// A pass begins anew: what one that never ended was short of does not count.
+    pub(crate) fn start_pass(&self) {
+        self.state.lock().shortage = Shortage::default();
+    }
+
+    /// What was short in this pass, so far.
+    pub(crate) fn shortage(&self) -> Shortage {
+        self.state.lock().shortage
+    }
+
+    /// The next pass is content with shorter runs if this one held some back, but
+    /// what was given back is not for the first that comes.
+    pub(crate) fn end_pass(&self, given_back: u64) {
         let mut state = self.state.lock();
+        let shortage = std::mem::take(&mut state.shortage);
+        state.raised = match given_back {
+            0 => state.raised / 2,
+            _ => shortage.best().min(FIRST_FLOOR),
+        };
         if std::mem::take(&mut state.held_back) > 0 {
             state.floor = (state.floor / 2).max(1);
         }
@@ -82,6 +170,12 @@ impl VmaBudget {
 }
 
 impl Purse {
+    /// Everything is worth its mappings.
+    pub(crate) const BOTTOMLESS: Self = Self {
+        left: u64::MAX,
+        floor: 0,
+    };
+
     /// Parts `wishes`, sorted by page, into those that are worth their mappings
     /// and those that are held back. A frame that `is_new`, with no sharer yet,
     /// saves nothing before its second page has paid as well, so it is charged
@@ -91,39 +185,52 @@ impl Purse {
         pages: &PageTable,
         wishes: Vec<Wish>,
         is_new: impl Fn(FrameId) -> bool,
-    ) -> (Vec<Wish>, Vec<Wish>) {
+    ) -> Admission {
+        let mut parted = Admission::default();
         if self.left == u64::MAX {
-            return (wishes, Vec::new());
+            parted.admitted = wishes;
+            return parted;
         }
-        let mut admitted: Vec<Wish> = Vec::with_capacity(wishes.len());
-        let mut held_back = Vec::new();
         for run in wishes.chunk_by(|left, right| continues(*left, *right)) {
-            let before = admitted.last().copied();
+            let before = parted.admitted.last().copied();
             let times = if frame(run[0]).is_some_and(&is_new) {
                 2
             } else {
                 1
             };
-            if self.spend(pages, before, run, times) {
-                admitted.extend(run);
-            } else {
-                held_back.extend(run);
+            match self.spend(pages, before, run, times) {
+                Verdict::Admitted => parted.admitted.extend(run),
+                Verdict::NotWorth => parted.held_back.extend(run),
+                Verdict::Short(mappings) => {
+                    parted.shortage.note(run.len() as u64, mappings);
+                    parted.held_back.extend(run);
+                }
             }
         }
-        (admitted, held_back)
+        parted
     }
 
     /// Spends what `run` costs, if it is worth that and there is as much left.
-    fn spend(&mut self, pages: &PageTable, before: Option<Wish>, run: &[Wish], times: u64) -> bool {
+    fn spend(
+        &mut self,
+        pages: &PageTable,
+        before: Option<Wish>,
+        run: &[Wish],
+        times: u64,
+    ) -> Verdict {
         let (gained, cost) = cost(pages, before, run);
-        let spent = cost.saturating_sub(gained);
-        let worth = 2 * run.len() as u64 >= spent * self.floor;
-        let spent = spent * times;
-        if spent > 0 && (spent > self.left || !worth) {
-            return false;
+        let mappings = cost.saturating_sub(gained);
+        let charge = mappings * times;
+        if mappings > 0 {
+            if 2 * (run.len() as u64) < mappings * self.floor {
+                return Verdict::NotWorth;
+            }
+            if charge > self.left {
+                return Verdict::Short(mappings);
+            }
         }
-        self.left = self.left - spent + gained.saturating_sub(cost);
-        true
+        self.left = self.left - charge + gained.saturating_sub(cost);
+        Verdict::Admitted
     }
 }
 
@@ -176,8 +283,8 @@ mod tests {
     fn admit(budget: &VmaBudget, used: u64) -> (usize, usize) {
         let wishes = run(10, 0, 1).chain(run(20, 4, 40)).chain(run(70, 90, 4));
         let purse = budget.purse(used, 1 << 20);
-        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes.collect(), |_| false);
-        (admitted.len(), held_back.len())
+        let parted = purse.admit(&PageTable::default(), wishes.collect(), |_| false);
+        (parted.admitted.len(), parted.held_back.len())
     }
 
     #[test]
@@ -185,8 +292,8 @@ mod tests {
         let budget = VmaBudget::new(Some(6));
         assert_eq!(admit(&budget, 0), (40, 5));
         for expected in [(40, 5), (44, 1), (44, 1), (45, 0)] {
-            budget.note_held_back(1);
-            budget.end_pass();
+            budget.note_held_back(1, &Shortage::default());
+            budget.end_pass(0);
             assert_eq!(admit(&budget, 0), expected);
         }
         assert_eq!(admit(&budget, 4), (1, 44), "two mappings are left");
@@ -204,14 +311,46 @@ mod tests {
     fn a_run_that_joins_others_costs_nothing() {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
         let wishes: Vec<_> = run(10, 0, 20).chain(run(30, 20, 1)).collect();
-        let (admitted, held_back) = purse.admit(&PageTable::default(), wishes, |_| false);
-        assert_eq!((admitted.len(), held_back.len()), (21, 0));
+        let parted = purse.admit(&PageTable::default(), wishes, |_| false);
+        assert_eq!((parted.admitted.len(), parted.held_back.len()), (21, 0));
     }
 
     #[test]
     fn a_new_frame_is_charged_for_both_its_pages() {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
-        let (admitted, _) = purse.admit(&PageTable::default(), run(10, 0, 40).collect(), |_| true);
-        assert!(admitted.is_empty());
+        let parted = purse.admit(&PageTable::default(), run(10, 0, 40).collect(), |_| true);
+        assert!(parted.admitted.is_empty());
+        assert_eq!(parted.shortage.demand(0, 1), 2);
+    }
+
+    #[test]
+    fn what_is_short_is_known_by_its_worth() {
+        let purse = VmaBudget::new(Some(2)).purse(2, 32);
+        // 40 pages for two mappings, a single page for two.
+        let wishes: Vec<_> = run(10, 0, 40).chain(run(70, 90, 1)).collect();
+        let shortage = purse
+            .admit(&PageTable::default(), wishes, |_| false)
+            .shortage;
+        assert_eq!(shortage.best(), 32, "at least 16 pages for a mapping");
+        // Whatever saves nothing gives way to both.
+        assert_eq!(shortage.demand(0, 2), 4);
+        // 8 pages a mapping give way to 16, but not to half a one, nor 9 to 16.
+        assert_eq!(shortage.demand(16, 2), 2);
+        assert_eq!(shortage.demand(18, 2), 0);
+        assert_eq!(Shortage::default().demand(0, 2), 0);
+    }
+
+    #[test]
+    fn what_was_given_back_is_for_long_runs_first() {
+        let budget = VmaBudget::new(Some(1 << 20));
+        assert_eq!(admit(&budget, 0), (45, 0));
+        let mut shortage = Shortage::default();
+        shortage.note(40, 2);
+        budget.note_held_back(40, &shortage);
+        budget.end_pass(2);
+        for expected in [(40, 5), (40, 5), (44, 1), (44, 1), (45, 0), (45, 0)] {
+            assert_eq!(admit(&budget, 0), expected);
+            budget.end_pass(0);
+        }
     }
 }

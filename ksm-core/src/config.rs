@@ -52,6 +52,10 @@ pub struct Config {
     /// equal frames, so that 64 of them need one virtual memory area and not 64,
     /// at least 1. `u32::MAX` for never.
     pub stretch_pages: u32,
+    /// The most rmap_items of one frame, at least 2, so that no walk over its
+    /// sharers is unbounded; the next page of its content gets another frame
+    /// (`/sys/kernel/mm/ksm/max_page_sharing`). Clones of a page do not count.
+    pub max_page_sharing: u32,
     /// How a pass and changes of the layout keep out of one another's way.
     pub lock_policy: LockPolicy,
     /// What the secrets of trust domains are made from: random if `None`. With a
@@ -70,6 +74,7 @@ impl Default for Config {
             parallel_pages: 256,
             max_vmas: None,
             stretch_pages: 8,
+            max_page_sharing: 256,
             lock_policy: LockPolicy::PerRegion,
             seed: None,
         }
@@ -88,8 +93,9 @@ impl Config {
         };
         pages("window_pages", self.window_pages)?;
         pages("pages_per_stop", self.pages_per_stop)?;
-        match self.stretch_pages {
-            0 => Err(Error::Config("stretch_pages is 0".into())),
+        match (self.stretch_pages, self.max_page_sharing) {
+            (0, _) => Err(Error::Config("stretch_pages is 0".into())),
+            (_, few @ 0..2) => Err(Error::Config(format!("max_page_sharing is {few}"))),
             _ => Ok(()),
         }
     }
@@ -110,7 +116,12 @@ mod tests {
             stretch_pages: 0,
             ..Config::default()
         };
+        let no_sharing = Config {
+            max_page_sharing: 1,
+            ..Config::default()
+        };
         for (config, words) in [
+            (no_sharing, "max_page_sharing is 1"),
             (zero_stop, "pages_per_stop is 0"),
             (zero_stretch, "stretch_pages is 0"),
         ] {

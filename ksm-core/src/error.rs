@@ -110,12 +110,25 @@ pub enum RegisterError {
         /// Host address of the overlap.
         address: u64,
     },
-    /// It has more pages than a region can, or there were too many regions.
-    #[error("{pages} pages are more than a region can have, or 16 million regions were made")]
+    /// It has more pages than a region can.
+    #[error("{pages} pages are more than a region can have")]
     TooLarge {
         /// Its length, in pages.
         pages: u64,
     },
+    /// It is to become a clone, and differs in length, or holds pages already.
+    #[error(
+        "memory of {pages} pages cannot become a clone of {parent}: it must be as long, and hold no page yet"
+    )]
+    NotLikeParent {
+        /// Its length, in pages.
+        pages: u64,
+        /// The length of the region to be cloned.
+        parent: u64,
+    },
+    /// Its trust domain has as many regions as it can.
+    #[error("16 million regions are registered in the trust domain")]
+    TooManyRegions,
     /// The host failed.
     #[error(transparent)]
     Backend(#[from] BackendError),
@@ -165,6 +178,9 @@ pub enum Error {
     /// The domain still has address spaces: remove those first.
     #[error("domain {0} still has address spaces")]
     DomainInUse(DomainId),
+    /// The address space is of another trust domain.
+    #[error("address space {0} is of another trust domain")]
+    OtherDomain(SpaceId),
     /// There is no such address space, or it is gone.
     #[error("no address space {0}")]
     NoSpace(SpaceId),

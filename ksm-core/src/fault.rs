@@ -4,7 +4,8 @@
 //! Without the feature `fault-injection` a point costs nothing and does
 //! nothing.
 
-/// A step of a pass, named by what has just happened.
+/// A step of a pass, named by what has just happened. Where mappings are given
+/// back, copies are stopped and replaced in the steps of a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
     /// A window was read and fingerprinted.
@@ -25,11 +26,13 @@ pub enum Step {
     Recorded,
     /// The stop was lifted.
     Lifted,
+    /// Merged pages whose mappings are given back have copies of their own.
+    Unshared,
 }
 
 impl Step {
-    /// All steps, in the order in which a merge takes them.
-    pub const ALL: [Self; 9] = [
+    /// All steps, those of a merge first, in its order.
+    pub const ALL: [Self; 10] = [
         Self::Hashed,
         Self::Planned,
         Self::Stopping,
@@ -39,6 +42,7 @@ impl Step {
         Self::Mapped,
         Self::Recorded,
         Self::Lifted,
+        Self::Unshared,
     ];
 }
 

@@ -1,11 +1,15 @@
 //! Handles on private parts, for the project's own benchmarks and nobody else:
 //! may change at any time.
 
+use crate::backend::Backend;
+use crate::engine::Ksm;
+use crate::error::Error;
 use crate::fingerprint::{Digest, Fingerprint, Keys};
 use crate::page::{FrameId, PageBuf, PageIndex};
-use crate::region::{Lease, Place, RegionId};
+use crate::region::{AnonVmaId, Lease, Place, RegionId};
 use crate::stable::{Found, StableTree};
 use crate::unstable::UnstableTree;
+use crate::walk::Reach;
 
 /// Fingerprints and digests.
 #[derive(Debug)]
@@ -79,7 +83,7 @@ impl Unstable {
 
     /// Whether a page has this fingerprint; puts one in if not.
     pub fn find_or_insert(&self, fingerprint: u64, page: u64) -> bool {
-        let item = Place::new(RegionId(0), PageIndex(page));
+        let item = Place::new(AnonVmaId(0), PageIndex(page));
         let stands = self.0.find_or_insert(Fingerprint(fingerprint), item);
         stands.is_some()
     }
@@ -107,4 +111,41 @@ impl Leased {
         work();
         guard.is_ok()
     }
+}
+
+/// What one walk over the reverse map cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WalkFigures {
+    /// Pages that map the frame.
+    pub sharers: u64,
+    /// Regions that were found in interval trees.
+    pub intervals: u64,
+    /// Nodes of interval trees that were looked at.
+    pub nodes: u64,
+    /// How often the lock of a tree was taken.
+    pub holds: u64,
+    /// The most nodes looked at under one hold.
+    pub longest_hold: u64,
+    /// Regions in the anon_vma of the page.
+    pub regions: u64,
+    /// Depth of its interval tree.
+    pub depth: u64,
+}
+
+/// Walks over the pages that map the frame of `page`: at exactly its linear
+/// index, or over the `whole` index space, comparing.
+///
+/// # Errors
+/// As [`Ksm::sharers`].
+pub fn walk<B: Backend>(
+    ksm: &Ksm<B>,
+    region: RegionId,
+    page: PageIndex,
+    whole: bool,
+) -> Result<WalkFigures, Error> {
+    ksm.walk_figures(
+        region,
+        page,
+        if whole { Reach::Whole } else { Reach::Exact },
+    )
 }

@@ -70,6 +70,7 @@ mod adapters;
 pub mod backend;
 mod budget;
 pub mod census;
+mod clone;
 mod config;
 mod domain;
 mod engine;
@@ -77,6 +78,7 @@ pub mod error;
 pub mod fault;
 mod fingerprint;
 mod frames;
+mod giveback;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals;
@@ -96,10 +98,11 @@ mod stats;
 mod sync;
 mod unshare;
 mod unstable;
+mod walk;
 
 pub use backend::RegionOptions;
 pub use config::{Config, LockPolicy};
-pub use engine::{Explanation, Ksm, Quiesced, Target};
+pub use engine::{Explanation, Ksm, Quiesced, Sharer, SharingMatrix, Target};
 pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};
 pub use page::{PAGE_SIZE, PageIndex, PageRange};

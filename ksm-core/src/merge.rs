@@ -22,6 +22,14 @@ pub(crate) struct Wish {
     pub(crate) goal: Goal,
 }
 
+/// What no run may exceed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) pages_per_stop: u64,
+    /// rmap_items of one frame.
+    pub(crate) max_sharing: u32,
+}
+
 /// Wishes for neighbouring pages over one backing.
 #[derive(Clone, Copy, Debug)]
 struct Run<'w> {
@@ -35,7 +43,7 @@ struct Run<'w> {
 fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap: u64) -> Run<'w> {
     let first = wishes[0].page;
     let pages = guard.region().pages();
-    let pins = guard.region().pins.held(PageRange::new(first, cap));
+    let pins = guard.region().pinned(PageRange::new(first, cap));
     let kind = |page| (pages.get(page).backing(), pins.contains(page));
     let of_one_kind = kind(first);
     let joins =
@@ -50,20 +58,20 @@ fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap
     }
 }
 
-/// Meets what can be met in one stop of the first of `wishes`, at most `cap`.
+/// Meets what can be met in one stop of the first of `wishes`, within `limits`.
 /// They are sorted by page; there is one. Says of each page of that run, in
 /// order, what became of it. Whatever happens, panics included, nothing is
 /// stopped or out when this is left.
 pub(crate) fn commit<B: Backend>(
     guard: &RegionGuard<'_, B>,
     wishes: &[Wish],
-    cap: u64,
+    limits: Limits,
 ) -> Vec<Outcome> {
     let Run {
         wishes: run,
         backing,
         pinned,
-    } = first_run(guard, wishes, cap);
+    } = first_run(guard, wishes, limits.pages_per_stop);
     if pinned {
         return vec![Outcome::Pinned; run.len()];
     }
@@ -71,7 +79,7 @@ pub(crate) fn commit<B: Backend>(
     let first = range.start;
     let mut outcomes = vec![Outcome::Raced; run.len()];
 
-    let (wishes, pending) = reserve(guard, run, &mut outcomes);
+    let (wishes, pending) = reserve(guard, run, limits.max_sharing, &mut outcomes);
     if wishes.is_empty() {
         return outcomes;
     }
@@ -108,6 +116,7 @@ fn place(first: PageIndex, range: PageRange) -> std::ops::Range<usize> {
 fn reserve<B: Backend>(
     guard: &RegionGuard<'_, B>,
     run: &[Wish],
+    max_sharing: u32,
     outcomes: &mut [Outcome],
 ) -> (Vec<Wish>, Vec<Pending>) {
     let region = guard.region();
@@ -121,7 +130,8 @@ fn reserve<B: Backend>(
             continue;
         }
         if let Goal::Frame(frame) = wish.goal {
-            let Some(item) = region.domain.reserve(frame, region.id, page) else {
+            let place = region.place(page);
+            let Some(item) = region.domain.reserve(frame, place, max_sharing) else {
                 continue;
             };
             pending.push(Pending { page, frame, item });

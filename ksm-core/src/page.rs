@@ -108,6 +108,30 @@ impl PageRange {
         self.start.0 <= page.0 && page.0 < self.end.0
     }
 
+    /// As many pages, each `n` pages further on.
+    ///
+    /// # Panics
+    /// In debug builds, on overflow.
+    #[must_use]
+    pub const fn plus(self, n: u64) -> Self {
+        Self {
+            start: self.start.plus(n),
+            end: self.end.plus(n),
+        }
+    }
+
+    /// As many pages, each `n` pages before.
+    ///
+    /// # Panics
+    /// In debug builds, where there are no such pages.
+    #[must_use]
+    pub const fn minus(self, n: u64) -> Self {
+        Self {
+            start: PageIndex(self.start.0 - n),
+            end: PageIndex(self.end.0 - n),
+        }
+    }
+
     /// The pages that are in both ranges.
     #[must_use]
     pub fn intersection(self, other: Self) -> Self {
@@ -131,8 +155,9 @@ impl PageRange {
         assert!(len > 0, "chunks of no page");
         let mut start = self.start;
         std::iter::from_fn(move || {
-            let piece = Self::new(start, len).intersection(self);
-            start = piece.end;
+            let end = PageIndex(start.0.saturating_add(len)).min(self.end);
+            let piece = Self { start, end };
+            start = end;
             (!piece.is_empty()).then_some(piece)
         })
     }
@@ -255,6 +280,10 @@ mod tests {
         let range = PageRange::new(PageIndex(3), 10);
         let pieces: Vec<_> = range.chunks(4).map(|p| (p.start.0, p.len())).collect();
         assert_eq!(pieces, [(3, 4), (7, 4), (11, 2)]);
+        let whole: Vec<_> = range.chunks(u64::MAX).collect();
+        assert_eq!(whole, [range]);
+        let nothing = PageRange::new(PageIndex(7), 0);
+        assert_eq!(nothing.chunks(1).count(), 0);
         assert_eq!(
             range.intersection(PageRange::new(PageIndex(20), 1)).len(),
             0

@@ -1,13 +1,14 @@
 //! Reverse map: which pages map a frame.
 //!
-//! A frame's stable node heads a list of rmap_items, one for each page that
-//! maps it as shared. An item names its page by region and linear page index,
-//! not by address, so that it stays right when the region moves. Items live in
-//! a slab and are linked by index: 16 bytes each.
+//! A frame's stable node heads a list of rmap_items. An item names a page by
+//! anon_vma and linear page index, not by address, so that it stays right when
+//! the region moves. Clones of a region have no items of their own: their pages
+//! are found through the anon_vma, and an item that stands for several pages
+//! says for how many. Items live in a slab and are linked by index: 16 bytes each.
 
 use crate::fingerprint::Fingerprint;
-use crate::page::{FrameId, PageIndex};
-use crate::region::{Place, RegionId};
+use crate::page::FrameId;
+use crate::region::Place;
 
 /// An rmap_item's number. Below 0xff00_0000, so that a page's record can hold
 /// it beside other tags.
@@ -38,8 +39,10 @@ fn grow<T>(slab: &mut Vec<T>, len: usize) {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StableNode {
     pub(crate) fingerprint: Fingerprint,
-    /// How many items it heads.
+    /// How many pages map it as shared.
     pub(crate) sharers: u32,
+    /// How many items it heads, which stand for those pages.
+    pub(crate) items: u32,
     /// How many pages' mappings name it: its sharers, and pages copied since.
     pub(crate) named: u32,
     /// How many of those mappings belong to regions that are gone, so that the
@@ -60,7 +63,10 @@ pub(crate) struct Rmap {
     nodes: Vec<Option<StableNode>>,
     items: Vec<RmapItem>,
     free: u32,
-    /// Items in use.
+    /// For how many pages beside its first each item stands; short where none of
+    /// the last ones stands for more.
+    clones: Vec<u32>,
+    /// Pages that map a frame as shared.
     sharers: u64,
     /// Nodes with at least one.
     shared: u64,
@@ -76,6 +82,7 @@ impl Default for Rmap {
             nodes: Vec::new(),
             items: Vec::new(),
             free: NONE,
+            clones: Vec::new(),
             sharers: 0,
             shared: 0,
             live: 0,
@@ -97,6 +104,7 @@ impl Rmap {
         self.nodes[place] = Some(StableNode {
             fingerprint,
             sharers: 0,
+            items: 0,
             named: 0,
             abandoned: 0,
             live: false,
@@ -134,17 +142,16 @@ impl Rmap {
         debug_assert!(node.is_none_or(|node| node.named == 0 && node.sharers == 0));
     }
 
-    /// Adds `page` to those that map and name `frame`. `None` if the frame is
-    /// not live, or 4 billion items exist.
-    pub(crate) fn add(
-        &mut self,
-        frame: FrameId,
-        region: RegionId,
-        page: PageIndex,
-    ) -> Option<ItemId> {
-        let head = self.node(frame).filter(|node| node.live)?.head;
+    /// Adds the page at `place` to those that map and name `frame`. `None` if the
+    /// frame is not live, or heads `max_items` already, or 4 billion items exist.
+    pub(crate) fn add(&mut self, frame: FrameId, place: Place, max_items: u32) -> Option<ItemId> {
+        let node = self.node(frame)?;
+        let head = node.head;
+        if !node.live || node.items >= max_items {
+            return None;
+        }
         let item = RmapItem {
-            place: Some(Place::new(region, page)),
+            place: Some(place),
             next: head,
             previous: NONE,
         };
@@ -154,12 +161,30 @@ impl Rmap {
         }
         let node = self.node_mut(frame.0);
         node.head = id;
+        node.items += 1;
+        self.count_sharer(frame);
+        Some(ItemId(id))
+    }
+
+    /// Another page at the place of `item` comes to map and name `frame`: that
+    /// of a clone.
+    pub(crate) fn add_clone(&mut self, frame: FrameId, item: ItemId) {
+        let place = item.0 as usize;
+        if self.clones.len() <= place {
+            grow(&mut self.clones, place + 1);
+            self.clones.resize(place + 1, 0);
+        }
+        self.clones[place] += 1;
+        self.count_sharer(frame);
+    }
+
+    fn count_sharer(&mut self, frame: FrameId) {
+        let node = self.node_mut(frame.0);
         node.sharers += 1;
         node.named += 1;
         let first = node.sharers == 1;
         self.sharers += 1;
         self.shared += u64::from(first);
-        Some(ItemId(id))
     }
 
     fn take_slot(&mut self, item: RmapItem) -> Option<u32> {
@@ -178,9 +203,22 @@ impl Rmap {
         u32::try_from(self.items.len() - 1).ok()
     }
 
-    /// Takes a page off the list of `frame`, which its mapping still names.
-    /// Returns how many sharers are left.
+    /// One page that `item` stands for no longer maps `frame`, which its mapping
+    /// still names. Returns how many sharers are left.
     pub(crate) fn remove(&mut self, frame: FrameId, item: ItemId) -> u32 {
+        match self.clones.get_mut(item.0 as usize) {
+            Some(clones) if *clones > 0 => *clones -= 1,
+            _ => self.unlink(frame, item),
+        }
+        let node = self.node_mut(frame.0);
+        node.sharers -= 1;
+        let left = node.sharers;
+        self.sharers -= 1;
+        self.shared -= u64::from(left == 0);
+        left
+    }
+
+    fn unlink(&mut self, frame: FrameId, item: ItemId) {
         let RmapItem {
             place,
             next,
@@ -200,12 +238,7 @@ impl Rmap {
         self.items[item.0 as usize].place = None;
         self.items[item.0 as usize].next = self.free;
         self.free = item.0;
-        let node = self.node_mut(frame.0);
-        node.sharers -= 1;
-        let left = node.sharers;
-        self.sharers -= 1;
-        self.shared -= u64::from(left == 0);
-        left
+        self.node_mut(frame.0).items -= 1;
     }
 
     /// One page's mapping no longer names the frame. Returns how many still do.
@@ -221,15 +254,25 @@ impl Rmap {
         self.node_mut(frame.0).abandoned += 1;
     }
 
-    /// The pages that map `frame` as shared.
-    pub(crate) fn sharers_of(
-        &self,
-        frame: FrameId,
-    ) -> impl Iterator<Item = (RegionId, PageIndex)> + '_ {
+    /// The items of `frame`, and the places that they stand for.
+    pub(crate) fn items_of(&self, frame: FrameId) -> impl Iterator<Item = (ItemId, Place)> + '_ {
         let head = self.node(frame).map_or(NONE, |node| node.head);
-        let item = |id: u32| (id != NONE).then(|| &self.items[id as usize]);
-        std::iter::successors(item(head), move |current| item(current.next))
-            .filter_map(|item| item.place.map(Place::parts))
+        let item = |id: u32| (id != NONE).then(|| (ItemId(id), &self.items[id as usize]));
+        std::iter::successors(item(head), move |(_, current)| item(current.next))
+            .filter_map(|(id, item)| Some((id, item.place?)))
+    }
+
+    /// For how many pages an item stands.
+    pub(crate) fn pages_of(&self, item: ItemId) -> u32 {
+        1 + self.clones.get(item.0 as usize).copied().unwrap_or(0)
+    }
+
+    /// The first frame from `frame` on that has sharers.
+    pub(crate) fn shared_from(&self, frame: FrameId) -> Option<FrameId> {
+        let nodes = self.nodes.get(frame.0 as usize..)?;
+        let shared = |node: &Option<StableNode>| node.is_some_and(|node| node.sharers > 0);
+        let place = nodes.iter().position(shared)?;
+        Some(frame.plus(u32::try_from(place).ok()?))
     }
 
     /// Frames with at least one sharer: `pages_shared`.
@@ -263,13 +306,16 @@ impl Rmap {
     pub(crate) fn bytes(&self) -> u64 {
         let nodes = self.nodes.capacity() * size_of::<Option<StableNode>>();
         let items = self.items.capacity() * size_of::<RmapItem>();
-        (nodes + items) as u64
+        let clones = self.clones.capacity() * size_of::<u32>();
+        (nodes + items + clones) as u64
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::PageIndex;
+    use crate::region::AnonVmaId;
 
     fn rmap() -> Rmap {
         let mut rmap = Rmap::default();
@@ -278,8 +324,12 @@ mod tests {
         rmap
     }
 
+    fn place(page: u64) -> Place {
+        Place::new(AnonVmaId(1), PageIndex(page))
+    }
+
     fn add(rmap: &mut Rmap, page: u64) -> ItemId {
-        rmap.add(FrameId(4), RegionId(1), PageIndex(page)).unwrap()
+        rmap.add(FrameId(4), place(page), u32::MAX).unwrap()
     }
 
     #[test]
@@ -294,11 +344,8 @@ mod tests {
         let items = [1, 2, 3].map(|page| add(&mut rmap, page));
         assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (1, 2));
         assert_eq!(rmap.remove(FrameId(4), items[1]), 2);
-        let pages: Vec<_> = rmap
-            .sharers_of(FrameId(4))
-            .map(|(_, page)| page.0)
-            .collect();
-        assert_eq!(pages, [3, 1]);
+        let places: Vec<_> = rmap.items_of(FrameId(4)).collect();
+        assert_eq!(places, [(items[2], place(3)), (items[0], place(1))]);
         assert_eq!(rmap.remove(FrameId(4), items[2]), 1);
         assert_eq!(rmap.remove(FrameId(4), items[0]), 0);
         assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (0, 0));
@@ -312,7 +359,32 @@ mod tests {
     fn a_frame_that_is_not_live_cannot_be_mapped() {
         let mut rmap = rmap();
         rmap.set_live(FrameId(4), false);
-        assert_eq!(rmap.add(FrameId(4), RegionId(1), PageIndex(1)), None);
-        assert_eq!(rmap.add(FrameId(5), RegionId(1), PageIndex(1)), None);
+        assert_eq!(rmap.add(FrameId(4), place(1), u32::MAX), None);
+        assert_eq!(rmap.add(FrameId(5), place(1), u32::MAX), None);
+    }
+
+    #[test]
+    fn a_frame_has_no_more_items_than_it_may() {
+        let mut rmap = rmap();
+        let items = [1, 2].map(|page| add(&mut rmap, page));
+        assert_eq!(rmap.add(FrameId(4), place(3), 2), None);
+        rmap.remove(FrameId(4), items[0]);
+        assert!(rmap.add(FrameId(4), place(3), 2).is_some());
+    }
+
+    #[test]
+    fn an_item_stays_until_the_last_page_that_it_stands_for_is_gone() {
+        let mut rmap = rmap();
+        let item = add(&mut rmap, 1);
+        rmap.add_clone(FrameId(4), item);
+        rmap.add_clone(FrameId(4), item);
+        assert_eq!((rmap.pages_shared(), rmap.pages_sharing()), (1, 2));
+        assert_eq!(rmap.pages_of(item), 3);
+        assert_eq!(rmap.remove(FrameId(4), item), 2);
+        assert_eq!(rmap.remove(FrameId(4), item), 1);
+        assert_eq!(rmap.items_of(FrameId(4)).count(), 1);
+        assert_eq!(rmap.remove(FrameId(4), item), 0);
+        assert_eq!(rmap.items_of(FrameId(4)).count(), 0);
+        assert_eq!(rmap.node(FrameId(4)).unwrap().named, 3);
     }
 }

@@ -230,7 +230,7 @@ mod loom_tests {
     use crate::unstable::UnstableTree;
 
     fn item(page: u64) -> Place {
-        Place::new(RegionId(0), PageIndex(page))
+        Place::new(AnonVmaId(0), PageIndex(page))
     }
 
     /// Two threads bring equal pages while the tree is cut anew: one stands, the

@@ -31,9 +31,23 @@ pub struct Stats {
     pub full_scans: u64,
     /// Merged pages that a guest wrote to since the engine was made, in pages.
     pub cow_breaks: u64,
+    /// Mappings given back since the engine was made, where what they were made
+    /// for was mostly written to and others would save more, in virtual memory
+    /// areas.
+    pub vmas_given_back: u64,
+    /// Pages that were taken off frames for that, in pages: copies, and pages that
+    /// were merged still.
+    pub pages_given_back: u64,
     /// Frames whose memory was given back but whose number some copied page
     /// still names, in frames.
     pub frames_lingering: u64,
+    /// Walks over the reverse map, from a frame to the pages that map it.
+    pub rmap_walks: u64,
+    /// Regions that these walks found.
+    pub rmap_intervals: u64,
+    /// The most nodes of an interval tree that a walk looked at under one hold of
+    /// its lock.
+    pub rmap_longest_hold: u64,
     /// Bytes that the engine's own records take.
     pub metadata_bytes: u64,
     /// What became of the pages that were looked at.
@@ -53,7 +67,12 @@ impl Stats {
         self.pages_scanned += other.pages_scanned;
         self.full_scans = other.full_scans;
         self.cow_breaks += other.cow_breaks;
+        self.vmas_given_back += other.vmas_given_back;
+        self.pages_given_back += other.pages_given_back;
         self.frames_lingering += other.frames_lingering;
+        self.rmap_walks += other.rmap_walks;
+        self.rmap_intervals += other.rmap_intervals;
+        self.rmap_longest_hold = self.rmap_longest_hold.max(other.rmap_longest_hold);
         self.metadata_bytes += other.metadata_bytes;
         self.outcomes.add(&other.outcomes);
     }
@@ -94,6 +113,10 @@ pub struct MemoryStats {
     pub cow_breaks: u64,
     /// Mappings that the engine's work on it costs, in virtual memory areas.
     pub vmas: u64,
+    /// Mappings given back since it was registered: see [`Stats`].
+    pub vmas_given_back: u64,
+    /// Pages that were taken off frames for that, in pages.
+    pub pages_given_back: u64,
     /// How often somebody waited for the lease of a region.
     pub lease_waits: u64,
     /// How often a pass found a region busy and put it off.
@@ -114,6 +137,8 @@ impl MemoryStats {
         self.pages_copied += other.pages_copied;
         self.cow_breaks += other.cow_breaks;
         self.vmas += other.vmas;
+        self.vmas_given_back += other.vmas_given_back;
+        self.pages_given_back += other.pages_given_back;
         self.lease_waits += other.lease_waits;
         self.lease_refusals += other.lease_refusals;
         self.outcomes.add(&other.outcomes);

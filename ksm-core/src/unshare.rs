@@ -2,20 +2,15 @@
 
 use crate::backend::{Backend, Backing, Memory, PageState};
 use crate::error::{BackendError, Error};
+use crate::fault::{self, Step};
 use crate::page::{PageIndex, PageRange};
-use crate::region::{Change, Class, HeldByThisThread, Region, RegionGuard};
+use crate::region::{Change, Class, Region, RegionGuard};
 
 /// Pages whose copies are made under one hold of the lease.
 const CHUNK_PAGES: u64 = 512;
 
 /// How often a range is tried in a row without getting further.
 const TRIES: u32 = 16;
-
-impl From<HeldByThisThread> for Error {
-    fn from(_: HeldByThisThread) -> Self {
-        Self::Quiesced
-    }
-}
 
 /// Gives every merged page of `range` a copy of its own, zero pages left as they
 /// are. Returns how many pages it unshared.
@@ -55,7 +50,7 @@ pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
 
 /// One try. Returns how many pages got a copy, how many are left, and what the
 /// host said.
-fn break_cow<B: Backend>(
+pub(crate) fn break_cow<B: Backend>(
     guard: &RegionGuard<'_, B>,
     chunk: PageRange,
 ) -> (u64, u64, Option<BackendError>) {
@@ -77,7 +72,10 @@ fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
 
 /// The stretches of `range` whose pages are merged, as far as is known. Pages
 /// are only ever populated here: one that was never merged is not touched.
-fn merged_runs<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Vec<PageRange> {
+pub(crate) fn merged_runs<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    range: PageRange,
+) -> Vec<PageRange> {
     let mut runs: Vec<PageRange> = Vec::new();
     for (page, record) in guard.region().pages().seen(range) {
         match (record.class, runs.last_mut()) {
@@ -131,17 +129,21 @@ pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
     Ok(())
 }
 
-fn restore_runs<B: Backend>(
+/// Puts private pages in place of the copied pages of each of `runs`.
+pub(crate) fn restore_runs<B: Backend>(
     guard: &RegionGuard<'_, B>,
     runs: &[PageRange],
 ) -> Result<(), BackendError> {
     for &run in runs {
         let landing = guard.take_off(run, Backing::Frame, Vec::new());
+        fault::point(Step::Stopping);
         let held = guard.memory().stop(run, Backing::Frame)?;
+        fault::point(Step::Stopped);
         for range in held.held {
             guard.change(Change::Restore(range), || guard.memory().restore(range))?;
         }
         drop(landing);
+        fault::point(Step::Lifted);
         if !held.refused.is_empty() {
             return Err(BackendError::Again);
         }
@@ -152,18 +154,39 @@ fn restore_runs<B: Backend>(
 /// Drops the content of `range`: the guest reads zeros from here on.
 pub(crate) fn discard<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
     let guard = region.lock()?;
-    if region.pins.held(range).len() > 0 {
+    if region.pinned(range).len() > 0 {
         return Err(Error::Pinned { region: region.id });
     }
+    Ok(discard_held(&guard, range)?)
+}
+
+/// The same, under the lease, for pages that no guard holds.
+pub(crate) fn discard_held<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    range: PageRange,
+) -> Result<(), BackendError> {
     let mut from = range.start;
-    let frames = region.pages().frame_runs(range);
+    let frames = guard.region().pages().frame_runs(range);
     for run in frames {
-        discard_run(&guard, from, run.start, Backing::Own)?;
-        discard_run(&guard, run.start, run.end, Backing::Frame)?;
+        discard_run(guard, from, run.start, Backing::Own)?;
+        discard_run(guard, run.start, run.end, Backing::Frame)?;
         from = run.end;
     }
-    discard_run(&guard, from, range.end, Backing::Own)?;
-    Ok(())
+    discard_run(guard, from, range.end, Backing::Own)
+}
+
+/// Lets memory that nobody uses any more show no frame: drops it, or, where the
+/// host refuses that, copies it. What is left to be named is named for good.
+pub(crate) fn give_up<B: Backend>(guard: &RegionGuard<'_, B>) {
+    let region = guard.region();
+    let refused = (0..TRIES).all(|_| discard_held(guard, region.range()).is_err());
+    if refused {
+        for chunk in region.range().chunks(CHUNK_PAGES) {
+            let mut tries = 0..TRIES;
+            while tries.next().is_some() && break_cow(guard, chunk).1 > 0 {}
+        }
+    }
+    region.abandon();
 }
 
 fn discard_run<B: Backend>(

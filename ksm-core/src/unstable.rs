@@ -79,10 +79,10 @@ mod tests {
 
     use super::*;
     use crate::page::PageIndex;
-    use crate::region::RegionId;
+    use crate::region::AnonVmaId;
 
     fn item(page: u64) -> Place {
-        Place::new(RegionId(1), PageIndex(page))
+        Place::new(AnonVmaId(1), PageIndex(page))
     }
 
     proptest! {

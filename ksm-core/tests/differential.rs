@@ -219,21 +219,21 @@ impl Visible for PlainSim {
 
 /// Everything that can be seen of an engine, as text: what differs is then
 /// readable.
-fn portrait<H: Visible>(runner: &Runner<H>, regions: usize) -> String {
+fn portrait<H: Visible>(runner: &Runner<H>) -> String {
     let mut text = String::new();
     let ksm = runner.ksm();
     let store = ksm.store_bytes().expect("the store says its size");
     writeln!(text, "{:?}, store of {store} bytes", ksm.stats()).expect("room");
-    for region in 0..regions {
+    for region in 0..runner.regions() {
         let Some(id) = runner.region(region) else {
             continue;
         };
-        let guest = runner.guest(region).expect("a registered region");
+        let (guest, first) = runner.place(region).expect("a registered region");
         let stats = ksm.region_stats(id).expect("a registered region");
         writeln!(text, "r{region}: {stats:?}").expect("room");
         for page in (0..stats.pages).map(PageIndex) {
             let found = ksm.explain(id, page).expect("a page of the region");
-            let mapped = runner.host().mapped(guest, page);
+            let mapped = runner.host().mapped(guest, page.plus(first.0));
             writeln!(text, "r{region} {}: {mapped:?} {found:?}", page.0).expect("room");
         }
     }
@@ -252,9 +252,7 @@ fn compare<A: Visible, B: Visible>(
     let fail = |reason: String| Err(TestCaseError::fail(reason));
     let mut one = Runner::new(one).expect("good settings");
     let mut other = Runner::new(other).expect("good settings");
-    let mut regions = 0;
     for op in &script.0 {
-        regions += usize::from(matches!(op, Op::Register { .. } | Op::Again { .. }));
         let took = match (one.apply(op), other.apply(op)) {
             (Ok(one), Ok(other)) => (one, other),
             (Err(mismatch), _) => return fail(format!("simulated: {mismatch}")),
@@ -263,7 +261,7 @@ fn compare<A: Visible, B: Visible>(
         if !alike(&took.0, &took.1) {
             return fail(format!("{op}: simulated, Linux: {took:?}"));
         }
-        let (seen, real) = (portrait(&one, regions), portrait(&other, regions));
+        let (seen, real) = (portrait(&one), portrait(&other));
         let mut lines = seen.lines().zip(real.lines());
         if let Some((seen, real)) = lines.find(|(seen, real)| seen != real) {
             return fail(format!("after {op}:\nsimulated {seen}\nLinux     {real}"));
@@ -292,7 +290,10 @@ fn scripts() -> impl Strategy<Value = Readable> {
 fn guarded(script: &Script) -> Script {
     let mut script = script.clone();
     for op in &mut script.0 {
-        if let Op::Register { guarded, .. } | Op::Again { guarded, .. } = op {
+        if let Op::Register { guarded, .. }
+        | Op::Again { guarded, .. }
+        | Op::TakeOver { guarded, .. } = op
+        {
             *guarded = true;
         }
     }

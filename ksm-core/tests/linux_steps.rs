@@ -1,5 +1,6 @@
 //! The scanning thread panics, or vanishes, at every step of a merge of real
-//! memory while vCPUs write to it: they run on, and no byte is lost.
+//! memory, and where mappings of it are given back, while vCPUs write to it: they
+//! run on, and no byte is lost.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 #![cfg(feature = "fault-injection")]
 
@@ -22,13 +23,23 @@ const PAGES: u64 = 24;
 const OFFSET: u64 = 8;
 const WRITTEN: u8 = 0xee;
 
+/// The pass in which it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scene {
+    Merging,
+    GivingBack,
+}
+
+const SCENES: [Scene; 2] = [Scene::Merging, Scene::GivingBack];
+
 struct World {
+    scene: Scene,
     ksm: Arc<Ksm<LinuxBackend>>,
     guests: [Guest; 2],
 }
 
-/// What a page holds, as one byte all over.
-fn content(page: u64) -> u8 {
+/// What a page holds where pages are merged, as one byte all over.
+fn equal(page: u64) -> u8 {
     match page {
         0 => 100,
         2 => 0,
@@ -37,10 +48,13 @@ fn content(page: u64) -> u8 {
     }
 }
 
-/// One pass before the merge of new pages, zero pages and copied pages, one of
-/// which is again what the frame below it holds.
-fn world(kind: Kind) -> World {
-    let ksm = Ksm::new(kind.backend(), Config::default()).unwrap();
+/// Two guests whose first pages are equal and merged.
+fn merged(scene: Scene, kind: Kind, max_vmas: Option<u64>) -> World {
+    let config = Config {
+        max_vmas,
+        ..Config::default()
+    };
+    let ksm = Ksm::new(kind.backend(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
     let guests = [kind.guest(PAGES), kind.guest(PAGES)];
     for guest in &guests {
@@ -53,22 +67,60 @@ fn world(kind: Kind) -> World {
         ksm.scan(1 << 20).unwrap();
     }
     assert_eq!(ksm.stats().pages_shared, PAGES / 2);
-    for guest in &guests {
-        for page in (PAGES / 2..PAGES).chain([0, 2]) {
-            guest.fill(page, 7);
-            guest.fill(page, content(page));
-        }
-    }
-    guests[0].fill(1, 100);
-    guests[0].fill(1, content(1));
-    ksm.scan(1 << 20).unwrap();
     World {
+        scene,
         ksm: Arc::new(ksm),
         guests,
     }
 }
 
+/// One pass before the merge of new pages, zero pages and copied pages, one of
+/// which is again what the frame below it holds.
+fn merging(kind: Kind) -> World {
+    let world = merged(Scene::Merging, kind, None);
+    for guest in &world.guests {
+        for page in (PAGES / 2..PAGES).chain([0, 2]) {
+            guest.fill(page, 7);
+            guest.fill(page, equal(page));
+        }
+    }
+    world.guests[0].fill(1, 100);
+    world.guests[0].fill(1, equal(1));
+    world.scan();
+    world
+}
+
+/// One pass before mappings are given back: what was merged is rewritten but for a
+/// page, and a run that starts behind it finds no mapping left.
+fn giving_back(kind: Kind) -> World {
+    let world = merged(Scene::GivingBack, kind, Some(2));
+    for (number, guest) in world.guests.iter().enumerate() {
+        for page in (0..PAGES).filter(|&page| page != 1) {
+            guest.fill(page, world.content(number, page));
+        }
+    }
+    world.scan();
+    world
+}
+
+fn world(scene: Scene, kind: Kind) -> World {
+    match scene {
+        Scene::Merging => merging(kind),
+        Scene::GivingBack => giving_back(kind),
+    }
+}
+
 impl World {
+    /// What a page of a guest holds, as one byte all over.
+    fn content(&self, guest: usize, page: u64) -> u8 {
+        let own = 100 * (1 + guest as u8) + page as u8;
+        match self.scene {
+            Scene::Merging => equal(page),
+            Scene::GivingBack if page == 1 || page >= PAGES / 2 + 2 => 1 + page as u8,
+            Scene::GivingBack => own,
+        }
+    }
+
     fn scan(&self) {
         self.ksm.scan(1 << 20).unwrap();
     }
@@ -95,20 +147,21 @@ impl World {
             .unwrap_or_else(|error| panic!("{when}: {error}"));
         for (number, guest) in self.guests.iter().enumerate() {
             for page in 0..PAGES {
-                let mut expected = full_of(content(page));
+                let content = self.content(number, page);
+                let mut expected = full_of(content);
                 expected.bytes_mut()[OFFSET as usize] = WRITTEN;
                 let mut is = PageBuf::zeroed();
                 let at = MemoryRegionAddress(PageIndex(page).byte_offset());
                 guest.0.read_slice(is.bytes_mut(), at).unwrap();
                 assert_eq!(is, expected, "{when}: guest {number} page {page}");
-                guest.fill(page, content(page));
+                guest.fill(page, content);
             }
         }
     }
 
     /// The engine does what is left.
     fn finish(&self, when: &str) {
-        for _ in 0..4 {
+        for _ in 0..6 {
             self.ksm.scan(1 << 20).unwrap();
         }
         self.ksm
@@ -120,50 +173,67 @@ impl World {
             stats.pages_sharing,
             stats.ksm_zero_pages,
         );
-        assert_eq!(sharing, (PAGES - 5, PAGES - 5, 10), "{when}");
+        let run = PAGES / 2 - 2;
+        let expected = match self.scene {
+            Scene::Merging => (PAGES - 5, PAGES - 5, 10),
+            Scene::GivingBack => (run, run, 0),
+        };
+        assert_eq!(sharing, expected, "{when}");
+        // Of its mappings each guest has one beside its own memory.
+        if self.scene == Scene::GivingBack {
+            let mappings = self.guests.each_ref().map(Guest::mappings);
+            assert_eq!((stats.vmas, mappings), (2, [2, 2]), "{when}");
+        }
     }
 }
 
 /// How often a whole pass takes each step.
-fn times_taken(kind: Kind, step: Step) -> usize {
-    let world = world(kind);
-    step_hooks::times_taken(step, || world.scan())
+fn times_taken(scene: Scene, kind: Kind, step: Step) -> usize {
+    let world = world(scene, kind);
+    let times = step_hooks::times_taken(step, || world.scan());
+    let given_back = world.ksm.stats().vmas_given_back;
+    let expected = if scene == Scene::GivingBack { 2 } else { 0 };
+    assert_eq!(given_back, expected, "{kind:?} {scene:?}");
+    times
+}
+
+/// Everything that can be tried, and what it is called.
+fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
+    let scenes = KINDS
+        .iter()
+        .flat_map(|kind| SCENES.map(|scene| (scene, *kind)));
+    let steps = scenes.flat_map(|(scene, kind)| Step::ALL.map(|step| (scene, kind, step)));
+    let all = steps.flat_map(|(scene, kind, step)| {
+        (1..=times_taken(scene, kind, step)).map(move |nth| (scene, kind, step, nth))
+    });
+    all.map(move |(scene, kind, step, nth)| {
+        let when = format!("{kind:?}, {scene:?}: {of} at {step:?} {nth}");
+        (world(scene, kind), step, nth, when)
+    })
 }
 
 #[test]
 fn vcpus_run_on_after_a_panic_at_any_step() {
-    for kind in KINDS {
-        for step in Step::ALL {
-            for nth in 1..=times_taken(kind, step) {
-                let world = world(kind);
-                let panicked = panics_at(step, nth, || world.scan());
-                let when = format!("{kind:?}: panic at {step:?} {nth}");
-                assert!(panicked, "{when}");
-                world.vcpus_run_on(&when, || ());
-                world.finish(&when);
-            }
-        }
+    for (world, step, nth, when) in accidents("panic") {
+        let panicked = panics_at(step, nth, || world.scan());
+        assert!(panicked, "{when}");
+        world.vcpus_run_on(&when, || ());
+        world.finish(&when);
     }
 }
 
 #[test]
 fn vcpus_run_on_after_the_thread_has_vanished_at_any_step() {
-    for kind in KINDS {
-        for step in Step::ALL {
-            for nth in 1..=times_taken(kind, step) {
-                let world = world(kind);
-                let ksm = Arc::clone(&world.ksm);
-                let dead = vanishes_at(step, nth, move || {
-                    ksm.scan(1 << 20).unwrap();
-                });
-                let when = format!("{kind:?}: gone at {step:?} {nth}");
-                world.vcpus_run_on(&when, || {
-                    // Some of the vCPUs' writes come before, some wait.
-                    thread::yield_now();
-                    assert!(world.ksm.recover(dead) >= 1, "{when}");
-                });
-                world.finish(&when);
-            }
-        }
+    for (world, step, nth, when) in accidents("gone") {
+        let ksm = Arc::clone(&world.ksm);
+        let dead = vanishes_at(step, nth, move || {
+            ksm.scan(1 << 20).unwrap();
+        });
+        world.vcpus_run_on(&when, || {
+            // Some of the vCPUs' writes come before, some wait.
+            thread::yield_now();
+            assert!(world.ksm.recover(dead) >= 1, "{when}");
+        });
+        world.finish(&when);
     }
 }

@@ -67,6 +67,7 @@ fn without_mappings_to_spend_the_guest_keeps_its_pages() {
             .discard(pages(37, 1), Backing::Frame)
             .expect_err("no mapping is left");
         assert!(matches!(error, BackendError::NoVmas), "{error:?}");
+        assert!(!bench.memory.rejoins(), "nothing would be gained");
         assert!(late_vcpu.waits());
         bench.memory.lift(pages(34, 2), Backing::Frame);
         late_vcpu.runs_on();
@@ -74,6 +75,7 @@ fn without_mappings_to_spend_the_guest_keeps_its_pages() {
         assert_eq!(bench.guest.ends(34), (9, 7));
         bench.guest.fill_all(pages(0, 64), 5);
         drop((spent, rest));
+        assert!(bench.memory.rejoins(), "there is room again");
         bench.merge(pages(0, 32), 0, 5);
         assert_eq!(bench.guest.ends(31), (5, 5));
     }

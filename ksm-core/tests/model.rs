@@ -44,6 +44,7 @@ fn scripts() -> impl Strategy<Value = Readable> {
 struct Seen {
     operations: Cell<u64>,
     cow_breaks: Cell<u64>,
+    vmas_given_back: Cell<u64>,
     outcomes: Cell<OutcomeCounts>,
 }
 
@@ -53,6 +54,8 @@ impl Seen {
         self.operations.set(self.operations.get() + count);
         self.cow_breaks
             .set(self.cow_breaks.get() + stats.cow_breaks);
+        let given_back = self.vmas_given_back.get() + stats.vmas_given_back;
+        self.vmas_given_back.set(given_back);
         let mut outcomes = self.outcomes.get();
         outcomes.add(&stats.outcomes);
         self.outcomes.set(outcomes);
@@ -61,8 +64,9 @@ impl Seen {
     /// A run that never came to some corner has not tested it.
     fn demand_variety(&self) {
         assert!(self.cow_breaks.get() > 100, "hardly any COW");
-        // Moves split every huge page; nothing is ever left unseen; the budget
-        // of mappings is made for more than a few pages.
+        // Moves split every huge page; nothing is ever left unseen; and mappings
+        // are plenty, so none is given back.
+        assert_eq!(self.vmas_given_back.get(), 0);
         let unreached = [Outcome::Unseen, Outcome::Huge, Outcome::VmaBudget];
         for (outcome, count) in self.outcomes.get().iter() {
             println!("{outcome}: {count}");
@@ -77,6 +81,10 @@ impl Seen {
 
 /// Runs random scripts until enough operations were applied.
 fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
+    explore_on(operations, |seed| SimHost::with(config(seed)))
+}
+
+fn explore_on(operations: u64, host: impl Fn(u64) -> SimHost) -> Seen {
     let seen = Seen::default();
     while seen.operations.get() < operations {
         let mut runner = TestRunner::new(Config {
@@ -86,8 +94,7 @@ fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
             ..Config::default()
         });
         let explored = runner.run(&(scripts(), 0..1000_u64), |(script, seed)| {
-            let host = SimHost::with(config(seed));
-            let mut runner = Runner::new(host).expect("good settings");
+            let mut runner = Runner::new(host(seed)).expect("good settings");
             let ran = runner.run(&script.0);
             ran.map_err(|mismatch| TestCaseError::fail(mismatch.to_string()))?;
             seen.note(&script.0, &runner.ksm().stats());
@@ -140,6 +147,26 @@ fn it_agrees_where_memory_is_a_file() {
         stop: Stop::Memfd,
         ..SimConfig::default()
     });
+}
+
+/// An engine that may spend few mappings: it gives some back, and comes to rest.
+#[test]
+fn it_agrees_where_mappings_are_scarce() {
+    for stop in [Stop::Move, Stop::Protect, Stop::Memfd] {
+        let seen = explore_on(operations() / 10, |seed| {
+            let config = SimConfig {
+                seed,
+                stop,
+                max_stop: 1 + seed % 7,
+                ..SimConfig::default()
+            };
+            SimHost::with(config).with_budget(3 + seed % 11)
+        });
+        let given_back = seen.vmas_given_back.get();
+        println!("{stop:?}: {given_back} mappings given back");
+        assert!(given_back > 100, "{stop:?}: {given_back}");
+        assert!(seen.outcomes.get()[Outcome::VmaBudget] > 100);
+    }
 }
 
 /// Inputs of the fuzzer, those among them that once found a bug.

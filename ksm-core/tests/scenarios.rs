@@ -128,6 +128,8 @@ fn of_all(stats: &Stats, key: &str) -> u64 {
         "passes" => stats.full_scans,
         "cow" => stats.cow_breaks,
         "lingering" => stats.frames_lingering,
+        "vmas_back" => stats.vmas_given_back,
+        "pages_back" => stats.pages_given_back,
         _ => panic!("no counter is named {key}"),
     }
 }

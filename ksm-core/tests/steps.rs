@@ -1,5 +1,6 @@
-//! The scanning thread panics, or vanishes, at every step of a merge: nothing
-//! stays stopped or out, no byte is lost, and the next pass finishes the job.
+//! The scanning thread panics, or vanishes, at every step of a merge, and where
+//! mappings are given back: nothing stays stopped or out, no byte is lost, and the
+//! next pass finishes the job.
 //! On the simulated backend; `linux_steps.rs` does the same to real memory.
 #![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
@@ -18,18 +19,31 @@ use step_hooks::{at, panics_at, vanishes_at};
 
 const PAGES: u64 = 24;
 
+/// The pass in which it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scene {
+    Merging,
+    GivingBack,
+}
+
+const SCENES: [Scene; 2] = [Scene::Merging, Scene::GivingBack];
+
 struct World {
+    scene: Scene,
     sim: SimBackend,
     ksm: Arc<Ksm<SimBackend>>,
     guests: [SimGuest; 2],
     regions: [RegionId; 2],
 }
 
-/// Two guests one pass before they merge: new pages, zero pages, and pages that
-/// were merged and copied, some of them back at what their frame holds.
-fn world() -> World {
+/// Two guests whose first pages are equal and merged.
+fn merged(scene: Scene, max_vmas: Option<u64>) -> World {
     let sim = SimBackend::new(SimConfig::default());
-    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let config = Config {
+        max_vmas,
+        ..Config::default()
+    };
+    let ksm = Ksm::new(sim.clone(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
     let guests = [sim.guest(PAGES), sim.guest(PAGES)];
     let regions = guests.each_ref().map(|guest| {
@@ -44,7 +58,21 @@ fn world() -> World {
         ksm.scan(1 << 20).unwrap();
     }
     assert_eq!(ksm.stats().pages_shared, PAGES / 2);
-    for guest in &guests {
+    World {
+        scene,
+        sim,
+        ksm: Arc::new(ksm),
+        guests,
+        regions,
+    }
+}
+
+/// One pass before a merge: new pages, zero pages, and pages that were merged and
+/// copied, some of them back at what their frame holds.
+fn merging() -> World {
+    let world = merged(Scene::Merging, None);
+    let guests = &world.guests;
+    for guest in guests {
         guest.write(PageIndex(0), &pattern(100));
         guest.write(PageIndex(2), &PageBuf::zeroed());
         for page in PAGES / 2..PAGES - 4 {
@@ -58,16 +86,33 @@ fn world() -> World {
     // A copy that is again what the frame below it holds.
     guests[0].write(PageIndex(1), &pattern(100));
     guests[0].write(PageIndex(1), &pattern(2));
-    ksm.scan(1 << 20).unwrap();
-    World {
-        sim,
-        ksm: Arc::new(ksm),
-        guests,
-        regions,
+    world.scan();
+    world
+}
+
+/// One pass before mappings are given back: what was merged is rewritten but for a
+/// page, and a run that starts behind it finds no mapping left.
+fn giving_back() -> World {
+    let world = merged(Scene::GivingBack, Some(2));
+    for (number, guest) in world.guests.iter().enumerate() {
+        for page in (0..PAGES).filter(|&page| page != 1) {
+            guest.write(PageIndex(page), &world.expected(number, page));
+        }
+    }
+    world.scan();
+    assert_eq!(world.ksm.stats().vmas_given_back, 0);
+    world
+}
+
+fn world(scene: Scene) -> World {
+    match scene {
+        Scene::Merging => merging(),
+        Scene::GivingBack => giving_back(),
     }
 }
 
-fn expected(page: u64) -> Box<PageBuf> {
+/// What the guests hold whose pages are merged.
+fn equal(page: u64) -> Box<PageBuf> {
     match page {
         0 => pattern(100),
         2 => PageBuf::zeroed(),
@@ -77,6 +122,16 @@ fn expected(page: u64) -> Box<PageBuf> {
 }
 
 impl World {
+    fn expected(&self, guest: usize, page: u64) -> Box<PageBuf> {
+        let own = 1000 * (1 + guest as u64) + page;
+        match self.scene {
+            Scene::Merging => equal(page),
+            Scene::GivingBack if page == 1 => pattern(2),
+            Scene::GivingBack if page < PAGES / 2 + 2 => pattern(own),
+            Scene::GivingBack => pattern(page + 1),
+        }
+    }
+
     fn scan(&self) {
         self.ksm.scan(1 << 20).unwrap();
     }
@@ -91,14 +146,15 @@ impl World {
             for page in PageRange::new(PageIndex(0), PAGES).iter() {
                 let is = guest.try_read(page);
                 let is = is.unwrap_or_else(|| panic!("{when}: guest {number} waits for {page}"));
-                assert_eq!(is, *expected(page.0), "{when}: guest {number} page {page}");
+                let expected = self.expected(number, page.0);
+                assert_eq!(is, *expected, "{when}: guest {number} page {page}");
             }
         }
     }
 
     /// After the accident the engine does what is left.
     fn finish(&self, when: &str) {
-        for _ in 0..4 {
+        for _ in 0..6 {
             self.ksm.scan(1 << 20).unwrap();
         }
         self.check(when);
@@ -108,54 +164,82 @@ impl World {
             stats.pages_sharing,
             stats.ksm_zero_pages,
         );
-        assert_eq!(sharing, (PAGES - 5, PAGES - 5, 10), "{when}");
-        for guest in &self.guests {
-            guest.write(PageIndex(4), &pattern(5));
+        let run = PAGES / 2 - 2;
+        let expected = match self.scene {
+            Scene::Merging => (PAGES - 5, PAGES - 5, 10),
+            Scene::GivingBack => (run, run, 0),
+        };
+        assert_eq!(sharing, expected, "{when}");
+        for (number, guest) in self.guests.iter().enumerate() {
+            guest.write(PageIndex(4), &self.expected(number, 4));
         }
     }
 }
 
 /// How often a whole pass takes each step.
-fn times_taken(step: Step) -> usize {
-    let world = world();
+fn times_taken(scene: Scene, step: Step) -> usize {
+    let world = world(scene);
     let times = step_hooks::times_taken(step, || world.scan());
     world.check("calm");
-    for call in [Call::Share, Call::Reuse, Call::Zero] {
+    let calls = match scene {
+        Scene::Merging => &[Call::Share, Call::Reuse, Call::Zero][..],
+        Scene::GivingBack => &[Call::Populate, Call::Restore][..],
+    };
+    for &call in calls {
         assert!(world.sim.calls(call) > 0, "no {call:?} in the pass");
     }
+    assert_eq!(
+        world.ksm.stats().vmas_given_back > 0,
+        scene == Scene::GivingBack
+    );
     times
+}
+
+/// Every step that a pass takes, with how often.
+fn steps(scene: Scene) -> impl Iterator<Item = (Step, usize)> {
+    let never = match scene {
+        Scene::Merging => Step::Unshared,
+        Scene::GivingBack => Step::Compared,
+    };
+    Step::ALL.into_iter().map(move |step| {
+        let times = times_taken(scene, step);
+        assert_eq!(times == 0, step == never, "{step:?} in {scene:?}");
+        (step, times)
+    })
 }
 
 #[test]
 fn a_panic_at_any_step_leaves_nothing_stopped() {
-    for step in Step::ALL {
-        let times = times_taken(step);
-        assert!(times > 0, "no {step:?} in the pass");
-        for nth in 1..=times {
-            let world = world();
-            let panicked = panics_at(step, nth, || world.scan());
-            let when = format!("panic at {step:?} {nth}");
-            assert!(panicked, "{when}");
-            world.check(&when);
-            world.finish(&when);
+    for scene in SCENES {
+        for (step, times) in steps(scene) {
+            for nth in 1..=times {
+                let world = world(scene);
+                let panicked = panics_at(step, nth, || world.scan());
+                let when = format!("{scene:?}: panic at {step:?} {nth}");
+                assert!(panicked, "{when}");
+                world.check(&when);
+                world.finish(&when);
+            }
         }
     }
 }
 
 #[test]
 fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
-    for step in Step::ALL {
-        for nth in 1..=times_taken(step) {
-            let world = world();
-            let ksm = Arc::clone(&world.ksm);
-            let dead = vanishes_at(step, nth, move || {
-                ksm.scan(1 << 20).unwrap();
-            });
-            let leases = world.ksm.recover(dead);
-            assert!(leases >= 1);
-            let when = format!("gone at {step:?} {nth}");
-            world.check(&when);
-            world.finish(&when);
+    for scene in SCENES {
+        for (step, times) in steps(scene) {
+            for nth in 1..=times {
+                let world = world(scene);
+                let ksm = Arc::clone(&world.ksm);
+                let dead = vanishes_at(step, nth, move || {
+                    ksm.scan(1 << 20).unwrap();
+                });
+                let leases = world.ksm.recover(dead);
+                assert!(leases >= 1);
+                let when = format!("{scene:?}: gone at {step:?} {nth}");
+                world.check(&when);
+                world.finish(&when);
+            }
         }
     }
 }
@@ -164,8 +248,8 @@ fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
 /// is there none of its pages is merged, and none is touched any more.
 #[test]
 fn a_guard_waits_for_what_is_under_way() {
-    for step in Step::ALL {
-        let world = world();
+    for (step, _) in steps(Scene::Merging).filter(|&(_, times)| times > 0) {
+        let world = merging();
         let (ksm, region) = (Arc::clone(&world.ksm), world.regions[0]);
         let all = PageRange::new(PageIndex(0), PAGES);
         let (asked, guards) = mpsc::channel();

@@ -24,6 +24,8 @@ pub fn engine(stats: &Stats) -> String {
         ("full_scans", stats.full_scans),
         ("ksm_zero_pages", stats.ksm_zero_pages),
         ("cow_breaks", stats.cow_breaks),
+        ("vmas_given_back", stats.vmas_given_back),
+        ("pages_given_back", stats.pages_given_back),
         ("frames_lingering", stats.frames_lingering),
         ("metadata_bytes", stats.metadata_bytes),
     ]);
@@ -45,6 +47,8 @@ pub fn guest(stats: &MemoryStats) -> String {
         ("pages_volatile", stats.pages_volatile),
         ("pages_copied", stats.pages_copied),
         ("cow_breaks", stats.cow_breaks),
+        ("vmas_given_back", stats.vmas_given_back),
+        ("pages_given_back", stats.pages_given_back),
         ("lease_waits", stats.lease_waits),
         ("lease_refusals", stats.lease_refusals),
     ]);
@@ -91,11 +95,13 @@ mod tests {
         stats.pages_shared = 3;
         stats.pages_sharing = 5;
         stats.metadata_bytes = 5 * 4096 + 1;
+        stats.vmas_given_back = 4;
         let text = engine(&stats);
         let counters = parse(&text);
         assert_eq!(counters["pages_shared"], 3);
         assert_eq!(counters["pages_sharing"], 5);
         assert_eq!(counters["general_profit"], -1);
+        assert_eq!(counters["vmas_given_back"], 4);
         assert_eq!(counters["outcome_merged"], 0);
 
         let mut stats = MemoryStats::default();

@@ -12,7 +12,8 @@ use crate::memory::Memory;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Order {
     /// The whole set, again and again: equal pages stand in long runs.
-    InOrder,
+    #[value(name = "in-order")]
+    Sequential,
     /// Eight neighbours of the set together, these groups shuffled.
     #[value(name = "runs-of-8")]
     RunsOf8,
@@ -24,7 +25,7 @@ impl Order {
     /// What each of `unique * copies` pages holds, by number.
     pub(crate) fn contents(self, unique: usize, copies: usize) -> Vec<usize> {
         let run = match self {
-            Self::InOrder => unique * copies,
+            Self::Sequential => unique * copies,
             Self::RunsOf8 => 8,
             Self::Shuffled => 1,
         };

@@ -284,6 +284,31 @@ impl Memory for ImageMemory {
         self.show(range, |_| Shown::Hole);
         Ok(())
     }
+
+    // An image is neither cut nor cloned.
+
+    fn split(&self, _: PageIndex) -> Result<(Self, Self), BackendError> {
+        Err(unsupported("split"))
+    }
+
+    fn adopt(&self, _: PageRange, _: &Frames, _: FrameId) -> Result<(), BackendError> {
+        Err(unsupported("adopt"))
+    }
+
+    fn vacate(&self, _: PageRange) -> Result<(), BackendError> {
+        Err(unsupported("vacate"))
+    }
+
+    fn fill(&self, _: PageIndex, _: &PageBuf) -> Result<(), BackendError> {
+        Err(unsupported("fill"))
+    }
+}
+
+fn unsupported(call: &'static str) -> BackendError {
+    BackendError::Host {
+        call,
+        source: io::ErrorKind::Unsupported.into(),
+    }
 }
 
 #[cfg(test)]

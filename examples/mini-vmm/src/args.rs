@@ -8,6 +8,7 @@ use clap::{CommandFactory as _, Parser, ValueEnum};
 use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
 
 use crate::layout::{MAX_WORK_BYTES, control_bytes};
+use crate::linux::options::LinuxArgs;
 use crate::recipe::{PRESETS, Recipe};
 
 /// Runs guests whose memory shrinks while they work: equal pages are merged.
@@ -113,6 +114,9 @@ pub(crate) struct Args {
     /// Host threads as guests, even if there is KVM
     #[arg(long)]
     pub(crate) host_threads: bool,
+
+    #[command(flatten)]
+    pub(crate) linux: LinuxArgs,
 }
 
 impl Args {
@@ -128,6 +132,9 @@ impl Args {
     }
 
     fn check(&self) -> Result<(), String> {
+        if self.linux.kernel.is_some() {
+            self.check_linux()?;
+        }
         if self.image.len() > MAX_GUESTS {
             return Err(format!("more than {MAX_GUESTS} images\n"));
         }
@@ -153,6 +160,21 @@ impl Args {
             }
             _ => Ok(()),
         }
+    }
+
+    fn check_linux(&self) -> Result<(), String> {
+        if self.verify {
+            let text = "--verify checks what built-in guests must hold in each page; what Linux must, nobody knows. That it goes on working shows --beat-marker\n";
+            return Err(text.to_owned());
+        }
+        if self.memory != MemoryKind::Anonymous {
+            return Err("Linux guests' memory is anonymous: no --memory\n".to_owned());
+        }
+        if self.linux.compare_kernel && self.engine == Engine::Kernel {
+            let text = "--compare-kernel compares ours with the kernel's: no --engine\n";
+            return Err(text.to_owned());
+        }
+        Ok(())
     }
 
     /// How many guests there are.
@@ -285,6 +307,7 @@ Examples:
   mini-vmm --recipe poison,order=scattered,rest=500
   mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify
   mini-vmm --image a.ram b.ram c.ram --engine kernel --verify
+  mini-vmm --guests 2 --kernel bzImage --initrd initrd.img --boot-marker login:
 
 Exit status:
   0  done; with --verify: and every page held what it must
@@ -329,6 +352,15 @@ mod tests {
             &["--busy", "101"],
             &["--image", "a", "--recipe", "default"],
             &["--image"],
+            &["--initrd", "a"],
+            &["--vcpus", "2"],
+            &["--one-at-a-time"],
+            &["--kernel", "a", "--vcpus", "0"],
+            &["--kernel", "a", "--vcpus", "65"],
+            &["--kernel", "a", "--one-at-a-time"],
+            &["--kernel", "a", "--image", "b"],
+            &["--kernel", "a", "--recipe", "default"],
+            &["--kernel", "a", "--host-threads"],
         ] {
             let line = ["mini-vmm"].iter().chain(wrong);
             assert!(Args::try_parse_from(line).is_err(), "{wrong:?}");
@@ -337,6 +369,17 @@ mod tests {
             &["--engine", "kernel", "--isolate"][..],
             &["--engine", "kernel", "--memory", "mixed"],
             &["--image", "a", "b", "--guests", "1"],
+            &["--kernel", "a", "--verify"],
+            &["--kernel", "a", "--memory", "memfd"],
+            &[
+                "--kernel",
+                "a",
+                "--boot-marker",
+                "b",
+                "--compare-kernel",
+                "--engine",
+                "kernel",
+            ],
         ] {
             let line = ["mini-vmm"].iter().chain(wrong);
             let args = Args::try_parse_from(line).unwrap();

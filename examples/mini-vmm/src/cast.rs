@@ -5,6 +5,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use ksm_core::Config;
 use ksm_vmm_glue::Pacing;
+use vm_memory::GuestMemoryMmap;
 
 use crate::args::{Args, Thp};
 use crate::chaos::Target;
@@ -41,6 +42,12 @@ impl Cast {
             .iter()
             .map(|guest| guest.ram().clone())
             .collect()
+    }
+
+    /// The memory of each that is merged.
+    pub(crate) fn memories(&self) -> Vec<GuestMemoryMmap> {
+        let guests = self.guests.iter();
+        guests.map(|guest| guest.ram().work.clone()).collect()
     }
 
     /// Memory that the guests' memfds hold.
@@ -128,6 +135,17 @@ pub(crate) fn register(
     backend: ksm_core::backend::linux::LinuxBackend,
     cast: &Cast,
 ) -> anyhow::Result<Dedup> {
+    Dedup::new(
+        backend,
+        config(args),
+        pacing(args),
+        args.isolate,
+        &cast.memories(),
+    )
+}
+
+/// How the engine is set up.
+pub(crate) fn config(args: &Args) -> Config {
     let mut config = Config {
         settle_passes: args.settle_passes,
         max_vmas: args.max_vmas,
@@ -136,6 +154,5 @@ pub(crate) fn register(
     if args.no_blocks {
         config.stretch_pages = u32::MAX;
     }
-    let rams = cast.rams();
-    Dedup::new(backend, config, pacing(args), args.isolate, &rams)
+    config
 }

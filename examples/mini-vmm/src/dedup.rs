@@ -6,6 +6,7 @@ use anyhow::Context as _;
 use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::{Config, DomainId, Ksm, MemoryStats, Outcome, RegionOptions, Stats};
 use ksm_vmm_glue::{GuestKsm, Pacing, ScannerOptions, ScannerThread, Status};
+use vm_memory::GuestMemoryMmap;
 
 use crate::ram::{Ram, page_address};
 
@@ -28,24 +29,24 @@ pub(crate) struct Dedup {
 }
 
 impl Dedup {
-    /// Registers the work memory of all guests. They share a trust domain, or
-    /// have one each.
+    /// Registers this memory of all guests. They share a trust domain, or have one
+    /// each.
     pub(crate) fn new(
         backend: LinuxBackend,
         config: Config,
         pacing: Pacing,
         isolate: bool,
-        rams: &[Ram],
+        memories: &[GuestMemoryMmap],
     ) -> anyhow::Result<Self> {
         let ksm = Arc::new(Ksm::new(backend, config)?);
         let mut shared: Option<DomainId> = None;
         let mut guests = Vec::new();
-        for ram in rams {
+        for memory in memories {
             let domain = match shared {
                 Some(domain) if !isolate => domain,
                 _ => *shared.insert(ksm.create_domain()?),
             };
-            let guest = GuestKsm::register_with(&ksm, domain, &ram.work, OPTIONS, Ram::source)
+            let guest = GuestKsm::register_with(&ksm, domain, memory, OPTIONS, Ram::source)
                 .context("cannot register guest memory")?;
             guests.push(Mutex::new(guest));
         }

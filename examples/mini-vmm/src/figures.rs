@@ -47,6 +47,8 @@ pub(crate) fn add_counters(
     report.full_scans = stats.full_scans;
     report.cow_breaks = stats.cow_breaks;
     report.rewritten_merges = stats.cow_breaks;
+    report.vmas_given_back = stats.vmas_given_back;
+    report.pages_given_back = stats.pages_given_back;
     match merger {
         Merger::Ours(dedup) => {
             for (index, guest) in cast.guests.iter().enumerate() {

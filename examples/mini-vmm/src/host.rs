@@ -46,6 +46,13 @@ impl Host {
         }
     }
 
+    /// Whether Linux guests cannot be run as `args` ask: without KVM there are none, and
+    /// without a backend they would not be merged. The notes say why.
+    pub(crate) const fn lacks_for_linux(&self, args: &Args) -> bool {
+        let ours = !args.no_dedup && matches!(args.engine, Engine::Ours);
+        self.kvm.is_none() || (ours && self.backend.is_none())
+    }
+
     /// `kvm` or `host-threads`.
     pub(crate) const fn mode(&self) -> &'static str {
         match self.kvm {

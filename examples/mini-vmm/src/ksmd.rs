@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use kernel_ksm::{KernelKsm, PageIs, PageMap, Totals, count, set, setting};
-use ksm_core::page::{PAGE_SIZE, bytes_in};
+use ksm_core::page::{PAGE_SIZE, bytes_in, pages_in};
 use ksm_core::{MemoryStats, Stats};
 use ksm_vmm_glue::Pacing;
-use vm_memory::{GuestMemoryBackend as _, GuestMemoryRegion as _, MemoryRegionAddress};
+use vm_memory::{
+    GuestMemoryBackend as _, GuestMemoryMmap, GuestMemoryRegion as _, MemoryRegionAddress,
+};
 
-use crate::kvm_slots::advise_mergeable;
-use crate::ram::Ram;
+use crate::kvm_slots::{advise_mergeable, advise_unmergeable};
 
 /// A page must be seen twice, and its equal in the same pass.
 const QUIET_PASSES: u64 = 4;
@@ -24,26 +25,26 @@ const GLANCE: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(crate) struct Ksmd {
     host: KernelKsm,
-    rams: Vec<Ram>,
+    guests: Vec<GuestMemoryMmap>,
     pacing: Pacing,
     /// What the counters that only grow stood at.
     at_start: Totals,
 }
 
 impl Ksmd {
-    /// Makes the work memory of all guests mergeable, and sets ksmd up. It does
-    /// not run yet.
-    pub(crate) fn new(rams: Vec<Ram>, pacing: Pacing) -> anyhow::Result<Self> {
+    /// Makes this memory of all guests mergeable, and sets ksmd up. It does not
+    /// run yet.
+    pub(crate) fn new(guests: Vec<GuestMemoryMmap>, pacing: Pacing) -> anyhow::Result<Self> {
         let host = KernelKsm::take(&[])?;
         set("use_zero_pages", "1")?;
         set("pages_to_scan", &pacing.pages_to_scan.to_string())?;
         set("sleep_millisecs", &pacing.sleep_millisecs.to_string())?;
-        for ram in &rams {
-            advise_mergeable(&ram.work).context("MADV_MERGEABLE")?;
+        for memory in &guests {
+            advise_mergeable(memory).context("MADV_MERGEABLE")?;
         }
         Ok(Self {
             host,
-            rams,
+            guests,
             pacing,
             at_start: Totals::now()?,
         })
@@ -83,6 +84,15 @@ impl Ksmd {
         self.host.stop()
     }
 
+    /// Takes back what was merged, and gives the host its settings back: the guests'
+    /// memory is their own then, and another engine may have it.
+    pub(crate) fn undo(self) -> anyhow::Result<()> {
+        for memory in &self.guests {
+            advise_unmergeable(memory).context("MADV_UNMERGEABLE")?;
+        }
+        Ok(())
+    }
+
     /// Its counters, under the engine's names, which are the kernel's.
     pub(crate) fn stats(&self) -> anyhow::Result<Stats> {
         let totals = Totals::now()?.since(self.at_start);
@@ -107,11 +117,11 @@ impl Ksmd {
     /// Counters of one guest, page by page as the page map has them (mappings of
     /// neighbouring guests are one in `/proc/self/smaps`).
     pub(crate) fn guest_stats(&self, index: usize) -> anyhow::Result<MemoryStats> {
-        let ram = &self.rams[index];
+        let memory = &self.guests[index];
         let page_map = PageMap::open()?;
         let mut stats = MemoryStats::default();
-        stats.pages = ram.pages();
-        for region in ram.work.iter() {
+        stats.pages = memory.iter().map(|region| pages_in(region.len())).sum();
+        for region in memory.iter() {
             let start = region.get_host_address(MemoryRegionAddress(0))?.addr();
             for page in page_map.look(start / PAGE_SIZE, region.size() / PAGE_SIZE)? {
                 // Nothing but ksmd makes zero pages of what guests have filled.

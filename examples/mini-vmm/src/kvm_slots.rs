@@ -86,6 +86,12 @@ pub(crate) fn advise_mergeable(memory: &GuestMemoryMmap) -> io::Result<()> {
     advise(memory, Advice::LinuxMergeable)
 }
 
+/// Takes every region of `memory` back from the kernel's KSM, which copies what it
+/// has merged.
+pub(crate) fn advise_unmergeable(memory: &GuestMemoryMmap) -> io::Result<()> {
+    advise(memory, Advice::LinuxUnmergeable)
+}
+
 /// Only for advice that changes no contents.
 fn advise(memory: &GuestMemoryMmap, advice: Advice) -> io::Result<()> {
     for region in memory.iter() {

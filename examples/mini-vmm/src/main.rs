@@ -2,7 +2,7 @@
 //!
 //! Several guests run in this process, under KVM. Each fills its memory to a
 //! [`recipe`], or has it loaded from an [`image`], then works on: it rewrites some pages in step with the other
-//! guests and checks all of them. Meanwhile `ksm-core`, or the kernel's KSM in
+//! guests and checks all of them. Or they boot [`linux`]. Meanwhile `ksm-core`, or the kernel's KSM in
 //! its place, merges pages that are equal. See `--help`.
 #![deny(unsafe_code)]
 
@@ -21,7 +21,9 @@ mod image;
 mod ksmd;
 mod kvm_slots;
 mod layout;
+mod linux;
 mod lockstep;
+mod long_mode;
 mod merger;
 mod payload;
 mod phase;
@@ -43,6 +45,7 @@ use clap::CommandFactory as _;
 use crate::args::{Args, guest_bytes};
 use crate::host::Host;
 use crate::image::Image;
+use crate::report::Shown;
 
 /// A page was lost, or something failed.
 const FAILED: u8 = 1;
@@ -73,15 +76,36 @@ fn main() -> ExitCode {
     for note in &host.notes {
         eprintln!("{note}");
     }
+    if args.linux.kernel.is_some() && host.lacks_for_linux(&args) {
+        eprintln!("mini-vmm: Linux guests cannot be run as asked: see above");
+        return ExitCode::from(CANNOT_RUN);
+    }
     let json = args.json;
-    match run::run(&args, &images, host).and_then(|report| show(&report, json)) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(FAILED),
+    match run_guests(&args, &images, host) {
+        Ok(shown) => {
+            println!("{}", shown.tables);
+            if json {
+                println!("{}", shown.json);
+            }
+            if shown.is_good {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::from(FAILED)
+            }
+        }
         Err(error) => {
             eprintln!("mini-vmm: {error:#}");
             ExitCode::from(FAILED)
         }
     }
+}
+
+/// Runs Linux guests, or built-in ones.
+fn run_guests(args: &Args, images: &[Image], host: Host) -> anyhow::Result<Shown> {
+    if args.linux.kernel.is_some() {
+        return linux::run(args, host);
+    }
+    Ok(run::run(args, images, host)?.shown()?)
 }
 
 /// Ends the program if the guests do not fit.
@@ -98,13 +122,4 @@ fn refuse_too_much(guest_pages: &[u64], available: u64) {
             .error(clap::error::ErrorKind::ValueValidation, text)
             .exit()
     }
-}
-
-/// Prints the report. Returns whether it is good.
-fn show(report: &report::Report, json: bool) -> anyhow::Result<bool> {
-    println!("{}", report.tables());
-    if json {
-        println!("{}", report.json()?);
-    }
-    Ok(report.is_good())
 }

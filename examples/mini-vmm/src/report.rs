@@ -191,6 +191,10 @@ pub(crate) struct Report {
     pub(crate) vmas: u64,
     /// How many more those are than before.
     pub(crate) vmas_added: i64,
+    /// Mappings given back where what they were made for was mostly written to.
+    pub(crate) vmas_given_back: u64,
+    /// Pages that were taken off frames for that.
+    pub(crate) pages_given_back: u64,
     /// What was merged of what there was in images.
     #[serde(flatten)]
     pub(crate) images: Option<ImageReport>,
@@ -212,19 +216,39 @@ pub(crate) struct Report {
     pub(crate) by_guest: Vec<GuestReport>,
 }
 
+/// A report as it is shown.
+#[derive(Debug)]
+pub(crate) struct Shown {
+    /// For people.
+    pub(crate) tables: String,
+    /// One line for machines.
+    pub(crate) json: String,
+    /// Whether the run was good.
+    pub(crate) is_good: bool,
+}
+
 impl Report {
+    /// What is shown of it.
+    pub(crate) fn shown(&self) -> serde_json::Result<Shown> {
+        Ok(Shown {
+            tables: self.tables(),
+            json: self.json()?,
+            is_good: self.is_good(),
+        })
+    }
+
     /// Whether the run was good: nothing lost, and verified if that was asked.
-    pub(crate) fn is_good(&self) -> bool {
+    fn is_good(&self) -> bool {
         self.lost_pages == 0 && self.verified != Some(false)
     }
 
     /// One line of JSON.
-    pub(crate) fn json(&self) -> serde_json::Result<String> {
+    fn json(&self) -> serde_json::Result<String> {
         serde_json::to_string(self)
     }
 
     /// Tables for people.
-    pub(crate) fn tables(&self) -> String {
+    fn tables(&self) -> String {
         format!(
             "{}\n{}\n{}",
             self.guest_table(),

@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         ..Report::default()
     };
     let merger = match (args.engine, host.backend) {
-        (Engine::Kernel, _) => Some(Merger::Kernel(Ksmd::new(cast.rams(), pacing(args))?)),
+        (Engine::Kernel, _) => Some(Merger::Kernel(Ksmd::new(cast.memories(), pacing(args))?)),
         (Engine::Ours, Some(backend)) => Some(Merger::Ours(register(args, backend, &cast)?)),
         (Engine::Ours, None) => None,
     };

@@ -2,32 +2,25 @@
 //! instruction.
 
 use anyhow::{Context as _, bail};
-use ksm_core::page::PAGE_SIZE_U64;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_sregs};
+use ksm_core::page::bytes_in;
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs};
 use kvm_ioctls::{Kvm, VcpuExit};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress};
 
 use crate::cpu::Cpu;
 use crate::kvm_slots::{SlottedVcpu, SlottedVm};
 use crate::layout::{
     CODE, CODE_BYTES, Command, PAGE_TABLES, REPORT_PORT, WORK_BASE, lockstep_list,
 };
+use crate::long_mode::{self, Selectors};
 use crate::payload;
 use crate::ram::Ram;
 
-/// Present, writable, user, accessed: what every level of the page tables has.
-const TABLE: u64 = 0x27;
-/// The same for a page of 2 MiB, dirty too.
-const HUGE_PAGE: u64 = 0xe7;
-const ENTRIES: u64 = 512;
-const GIB: u64 = 1 << 30;
-
-/// Protection, numeric error, extension type, write-protect, alignment mask, paging.
-const CR0: u64 = 0x8005_0033;
-/// Physical address extension.
-const CR4: u64 = 0x20;
-/// Long mode, enabled and active.
-const EFER: u64 = 0x500;
+/// In ring 3. Nothing is ever loaded from them, so there is no descriptor table.
+const SELECTORS: Selectors = Selectors {
+    code: 0x1b,
+    data: 0x23,
+};
 /// I/O privilege level 3, and the bit that is always set.
 const RFLAGS: u64 = 0x3002;
 
@@ -46,7 +39,8 @@ impl KvmCpu {
             bail!("the payload's {} bytes do not fit", code.len());
         }
         ram.all.write_slice(&code, GuestAddress(CODE))?;
-        write_page_tables(&ram)?;
+        let end = WORK_BASE + bytes_in(ram.pages());
+        long_mode::map_one_to_one(&ram.all, PAGE_TABLES, end)?;
 
         let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
         let vm = SlottedVm::new(vm, ram.all.clone()).context("KVM_SET_USER_MEMORY_REGION")?;
@@ -54,7 +48,7 @@ impl KvmCpu {
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
         vcpu.state().set_cpuid2(&cpuid)?;
         let mut sregs = vcpu.state().get_sregs()?;
-        set_long_mode(&mut sregs);
+        long_mode::enter(&mut sregs, SELECTORS, PAGE_TABLES);
         vcpu.state().set_sregs(&sregs).context("KVM_SET_SREGS")?;
         vcpu.state().set_regs(&kvm_regs {
             rip: CODE,
@@ -89,64 +83,10 @@ impl Cpu for KvmCpu {
     }
 }
 
-/// Maps control area and work memory one to one, with pages of 2 MiB.
-fn write_page_tables(ram: &Ram) -> anyhow::Result<()> {
-    let memory: &GuestMemoryMmap = &ram.all;
-    let top = PAGE_TABLES;
-    let pointers = top + PAGE_SIZE_U64;
-    let directories = pointers + PAGE_SIZE_U64;
-    let work_bytes = ksm_core::page::bytes_in(ram.pages());
-    memory.write_obj(pointers | TABLE, GuestAddress(top))?;
-    for gib in 0..(WORK_BASE + work_bytes).div_ceil(GIB) {
-        let directory = directories + gib * PAGE_SIZE_U64;
-        memory.write_obj(directory | TABLE, GuestAddress(pointers + gib * 8))?;
-        for entry in 0..ENTRIES {
-            let page = gib * GIB + entry * (GIB / ENTRIES);
-            memory.write_obj(page | HUGE_PAGE, GuestAddress(directory + entry * 8))?;
-        }
-    }
-    Ok(())
-}
-
-/// Long mode in ring 3: the requested privilege levels say so, the user bits in
-/// the page tables allow it.
-fn set_long_mode(sregs: &mut kvm_sregs) {
-    let code = kvm_segment {
-        limit: u32::MAX,
-        selector: 0x1b,
-        type_: 11,
-        present: 1,
-        dpl: 3,
-        s: 1,
-        l: 1,
-        g: 1,
-        ..kvm_segment::default()
-    };
-    let data = kvm_segment {
-        selector: 0x23,
-        type_: 3,
-        l: 0,
-        db: 1,
-        ..code
-    };
-    sregs.cs = code;
-    for segment in [
-        &mut sregs.ds,
-        &mut sregs.es,
-        &mut sregs.fs,
-        &mut sregs.gs,
-        &mut sregs.ss,
-    ] {
-        *segment = data;
-    }
-    sregs.cr0 = CR0;
-    sregs.cr3 = PAGE_TABLES;
-    sregs.cr4 = CR4;
-    sregs.efer = EFER;
-}
-
 #[cfg(test)]
 mod tests {
+    use ksm_core::page::PAGE_SIZE_U64;
+
     use super::*;
     use crate::args::MemoryKind;
     use crate::content::PageSpec;

@@ -11,13 +11,13 @@
 //!
 //! | state | the guest reads | the guest writes | who brings a page here |
 //! |---|---|---|---|
-//! | absent | zero (and the page becomes zero) | it becomes private | the host, [`Memory::discard`], [`Memory::zero`] |
+//! | absent | zero (and the page becomes zero) | it becomes private | the host, [`Memory::discard`], [`Memory::zero`], [`Memory::vacate`] |
 //! | zero | zero | it becomes private | a read of an absent page |
-//! | private | its own bytes | its own bytes | a write |
+//! | private | its own bytes | its own bytes | a write, [`Memory::fill`] |
 //! | swapped | its own bytes (private again) | its own bytes (private again) | the host |
 //! | stopped | its own bytes | waits | [`Memory::stop`] from private, swapped, copied |
 //! | out | waits | waits | [`Memory::stop`] from private, swapped; the bytes stand in a staging area |
-//! | merged | the frame's bytes | it becomes copied | [`Memory::share`] from stopped and out, [`Memory::reuse`] from stopped |
+//! | merged | the frame's bytes | it becomes copied | [`Memory::share`] from stopped and out, [`Memory::reuse`] from stopped, [`Memory::adopt`] |
 //! | copied | its own bytes | its own bytes | a write to a merged page, [`Memory::populate`] |
 //!
 //! Memory may be a file of its own. Then there is no page of zeros (a read of an
@@ -85,10 +85,11 @@ pub trait Backend: Send + Sync + 'static {
 pub struct RegionOptions {
     /// All DMA to this memory (`O_DIRECT`, fixed `io_uring` buffers, VFIO) goes
     /// through pin guards ([`Ksm::pin`](crate::Ksm::pin)), or there is none. Only
-    /// then are copied pages merged again: on them no host call can tell whether
-    /// a device still writes to the copy, so **what a device writes to such
-    /// memory without a guard can be lost**. Off by default: then DMA needs no
-    /// guards, and a page that was merged and written to since stays as it is.
+    /// then are copied pages merged again, and their mappings given back: on them
+    /// no host call can tell whether a device still writes to the copy, so **what
+    /// a device writes to such memory without a guard can be lost**. Off by
+    /// default: then DMA needs no guards, and a page that was merged and written to
+    /// since stays as it is.
     pub dma_guarded: bool,
 }
 
@@ -200,7 +201,7 @@ pub trait FrameStore: Debug + Send + Sync + 'static {
 ///
 /// Each `range` is inside the memory, not empty, and of one [`Backing`], which
 /// the caller knows: a backend keeps no record of single pages.
-pub trait Memory: Debug + Send + Sync + 'static {
+pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// The store whose frames pages of this memory may map.
     type Store: FrameStore;
 
@@ -209,6 +210,15 @@ pub trait Memory: Debug + Send + Sync + 'static {
     /// that has not noticed yet. Dropping it does the same. The second time it
     /// does nothing.
     fn detach(&self);
+
+    /// Cuts the memory in two, the second part beginning with `page`, which is
+    /// not the first. From here on the parts are looked after apart, and this one
+    /// is only looked at: to detach it does nothing. To be called with nothing
+    /// stopped.
+    ///
+    /// # Errors
+    /// Nothing has changed.
+    fn split(&self, page: PageIndex) -> Result<(Self, Self), BackendError>;
 
     /// Length, in pages.
     fn len(&self) -> u64;
@@ -231,6 +241,26 @@ pub trait Memory: Debug + Send + Sync + 'static {
         max_pages: u64,
         runs: &mut Vec<PageRun>,
     ) -> Result<PageIndex, BackendError>;
+
+    /// Appends the pages of `within` that may hold bytes, swapped ones among them,
+    /// in order: all others read as zeros, or as the frames that they are merged
+    /// with. Fills no hole.
+    ///
+    /// # Errors
+    /// When the page map cannot be read.
+    fn occupied(
+        &self,
+        within: PageRange,
+        occupied: &mut Vec<PageRange>,
+    ) -> Result<(), BackendError> {
+        let (mut rest, mut runs) = (within, Vec::new());
+        while !rest.is_empty() {
+            rest.start = self.populated(rest, rest.len(), &mut runs)?;
+        }
+        let bytes = runs.iter().filter(|run| run.state != PageState::Zero);
+        occupied.extend(bytes.map(|run| run.range));
+        Ok(())
+    }
 
     /// Copies a page as the guest sees it now. The copy may be torn: the guest
     /// can write meanwhile.
@@ -296,6 +326,12 @@ pub trait Memory: Debug + Send + Sync + 'static {
     /// The copies are still held.
     fn restore(&self, range: PageRange) -> Result<(), BackendError>;
 
+    /// Whether pages that were restored need no mapping of their own beside the
+    /// guest's other private pages: only then does it give mappings back.
+    fn rejoins(&self) -> bool {
+        false
+    }
+
     /// Ends a stop: every page of `range` that is still held goes back to where
     /// it was, with its bytes, and whoever waited for any page of `range` is
     /// woken. `backing` is what the range had when it was stopped; parts of it
@@ -318,6 +354,33 @@ pub trait Memory: Debug + Send + Sync + 'static {
     /// # Errors
     /// [`BackendError::OutOfMemory`], [`BackendError::Again`].
     fn populate(&self, range: PageRange) -> Result<(), BackendError>;
+
+    /// Maps `first` and the frames after it in place of pages of [`Backing::Own`]
+    /// which nobody uses yet: pages of a clone, of a place that memory moves to, or
+    /// of a guest that was just restored. What they held is given up. The range is
+    /// of [`Backing::Frame`] afterwards.
+    ///
+    /// # Errors
+    /// [`BackendError::NoVmas`] and others: the pages are as they were.
+    fn adopt(
+        &self,
+        range: PageRange,
+        store: &Self::Store,
+        first: FrameId,
+    ) -> Result<(), BackendError>;
+
+    /// Puts absent pages in place of pages of [`Backing::Own`] which nobody uses
+    /// yet.
+    ///
+    /// # Errors
+    /// The pages are as they were.
+    fn vacate(&self, range: PageRange) -> Result<(), BackendError>;
+
+    /// Writes an absent page of [`Backing::Own`] that nobody uses yet.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfMemory`] and others.
+    fn fill(&self, page: PageIndex, content: &PageBuf) -> Result<(), BackendError>;
 
     /// Drops the content of `range`: the guest reads zeros, whatever lay below.
     /// The range is of [`Backing::Own`] afterwards.

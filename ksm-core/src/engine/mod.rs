@@ -1,14 +1,20 @@
 //! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
 //! here; a pass, DMA, holding still, and counters have modules of their own.
 
+mod fork;
+mod give_back;
 mod pass;
 mod pin;
 mod quiesce;
 mod report;
+mod reshape;
+mod sharers;
+mod take_over;
 mod turn;
 
 pub use quiesce::Quiesced;
 pub use report::Explanation;
+pub use sharers::{Sharer, SharingMatrix};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -65,6 +71,8 @@ pub struct Ksm<B: Backend> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Retired {
     cow_breaks: u64,
+    vmas_given_back: u64,
+    pages_given_back: u64,
     pages_scanned: u64,
     outcomes: OutcomeCounts,
 }
@@ -114,6 +122,14 @@ impl<B: Backend> Ksm<B> {
         self.layout.add_space(domain)
     }
 
+    /// The trust domain of an address space.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`].
+    pub fn space_domain(&self, space: SpaceId) -> Result<DomainId, Error> {
+        Ok(self.layout.domain_of(space)?.id)
+    }
+
     /// Takes a piece of a guest's memory under care. It is first looked at by
     /// the next pass.
     ///
@@ -132,9 +148,13 @@ impl<B: Backend> Ksm<B> {
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
         }
-        let region = |id| Region::new(id, space, domain, memory, options);
-        let id = self.layout.add_region(region);
-        Ok(id.ok_or(RegisterError::TooLarge { pages })?)
+        let anon_vma = domain.anon_vmas.create();
+        let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
+        Ok(self.layout.add_region(|id| {
+            let region = Region::new(id, space, domain, memory, options, anon_vma);
+            region.anon_vma.add(region.linear_range(), id);
+            region
+        }))
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
@@ -153,7 +173,7 @@ impl<B: Backend> Ksm<B> {
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
         let _layout = self.layout_turn()?;
-        if !region.pins.close() {
+        if !region.close() {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
@@ -163,15 +183,14 @@ impl<B: Backend> Ksm<B> {
         let done = self.undo(&region);
         match done {
             // The lease waits for a pass that is looking at the region.
-            Ok(()) => match region.lock() {
-                Ok(guard) => {
-                    guard.memory().detach();
-                    self.retire(&region);
-                }
-                Err(held) => return Err(held.into()),
-            },
+            Ok(()) => {
+                let guard = region.lock()?;
+                guard.memory().detach();
+                guard.leave();
+                self.retire(&region);
+            }
             Err(_) => {
-                region.pins.reopen();
+                region.reopen();
                 self.layout.put_back(&region);
             }
         }
@@ -187,15 +206,15 @@ impl<B: Backend> Ksm<B> {
     }
 
     fn retire(&self, region: &Region<B>) {
-        for (_, record) in region.pages().seen(region.range()) {
-            if let Some(frame) = record.frame {
-                region.domain.abandon(frame);
-            }
-        }
+        region.abandon();
+        let (pages, domain) = (region.linear_range(), &region.domain);
+        domain.anon_vmas.remove(&region.anon_vma, pages, region.id);
         let tally = *region.tally();
         let mut retired = self.retired.lock();
         let sums = retired.entry(region.domain.id).or_default();
         sums.cow_breaks += tally.cow_breaks;
+        sums.vmas_given_back += tally.vmas_given_back;
+        sums.pages_given_back += tally.pages_given_back;
         sums.pages_scanned += tally.pages_scanned;
         sums.outcomes.add(&tally.outcomes);
     }
@@ -206,6 +225,21 @@ impl<B: Backend> Ksm<B> {
     /// As [`Ksm::unregister`].
     pub fn remove_space(&self, space: SpaceId) -> Result<(), Error> {
         for region in self.layout.regions_of(space)? {
+            self.unregister(region.id)?;
+        }
+        self.layout.remove_space(space);
+        Ok(())
+    }
+
+    /// Forgets a guest that is no more, content and all: its memory reads zero, and
+    /// maps no frame. Quick, as nothing is copied.
+    ///
+    /// # Errors
+    /// As [`Ksm::discard`] and [`Ksm::unregister`]: what is left of the guest stays
+    /// registered.
+    pub fn drop_space(&self, space: SpaceId) -> Result<(), Error> {
+        for region in self.layout.regions_of(space)? {
+            unshare::discard(&region, region.range())?;
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);

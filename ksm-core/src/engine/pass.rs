@@ -9,11 +9,11 @@ use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory};
 use crate::budget::Purse;
 use crate::error::Error;
-use crate::merge::{self, Wish};
+use crate::merge::{self, Limits, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
-use crate::scan;
+use crate::scan::{Aim, Survey};
 use crate::stats::ScanReport;
 
 /// How often a pass goes after regions that came while it ran. A layout that
@@ -38,7 +38,7 @@ pub(super) struct Pass {
 struct TakenIn {
     sequence: u64,
     /// The number of the region that came next.
-    next: u32,
+    next: u64,
 }
 
 impl Pass {
@@ -75,7 +75,8 @@ impl<B: Backend> Ksm<B> {
                     report.second_traversals += 1;
                     continue;
                 }
-                self.end_pass(&mut scanner.journal());
+                let given_back = self.give_back()?;
+                self.end_pass(&mut scanner.journal(), given_back);
                 report.passes = 1;
                 break;
             };
@@ -93,12 +94,13 @@ impl<B: Backend> Ksm<B> {
                     report.regions_skipped += 1;
                     continue;
                 }
+                Turn::Gone => continue,
             };
             if !self.layout.stands(&region) {
                 // It left before its lease was taken.
                 continue;
             }
-            let next = self.scan_window(guard, from, budget, &mut report)?;
+            let next = self.scan_window(guard, from, budget, Aim::Merge, &mut report)?;
             if next < region.range().end {
                 scanner.journal().todo.push_front((id, next));
             }
@@ -113,12 +115,13 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.start_pass();
         }
+        self.vmas.start_pass();
         self.take_in(pass, 0);
         pass.rounds = 1;
     }
 
     /// Puts the regions from number `first` on on the list.
-    fn take_in(&self, pass: &mut Pass, first: u32) {
+    fn take_in(&self, pass: &mut Pass, first: u64) {
         let regions = self.layout.regions();
         let new = regions.since(first).iter();
         pass.todo = new.map(|region| (region.id, PageIndex(0))).collect();
@@ -142,22 +145,23 @@ impl<B: Backend> Ksm<B> {
         !pass.todo.is_empty()
     }
 
-    fn end_pass(&self, pass: &mut Pass) {
+    fn end_pass(&self, pass: &mut Pass, given_back: u64) {
         pass.taken_in = None;
         for domain in self.layout.domains() {
             domain.sweep();
         }
-        self.vmas.end_pass();
+        self.vmas.end_pass(given_back);
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Scans one window under `guard`, then merges what it found. Returns where
     /// the region's next window starts.
-    fn scan_window(
+    pub(super) fn scan_window(
         &self,
         guard: RegionGuard<'_, B>,
         from: PageIndex,
         budget: u64,
+        aim: Aim,
         report: &mut ScanReport,
     ) -> Result<PageIndex, Error> {
         let region = guard.region();
@@ -166,21 +170,38 @@ impl<B: Backend> Ksm<B> {
             end: region.range().end,
         };
         let max_pages = u64::from(self.config.window_pages).min(budget - report.pages_scanned);
-        let findings = scan::window(&self.config, &self.layout, &guard, within, max_pages)?;
+        let plan = region.domain.plan();
+        let survey = Survey {
+            config: &self.config,
+            layout: &self.layout,
+            plan: &plan,
+            aim,
+        };
+        let findings = survey.window(&guard, within, max_pages)?;
         drop(guard);
         report.pages_scanned += findings.scanned;
         report.outcomes.add(&findings.outcomes);
         for (id, wishes) in by_region(findings.wishes) {
             if let Ok(region) = self.layout.region(id) {
-                self.merge_region(&region, wishes, report)?;
+                self.merge_region(&region, wishes, aim, report)?;
             }
         }
-        region.domain.sweep();
         Ok(findings.next)
     }
 
+    /// What no run of `region` may exceed.
+    pub(super) fn limits(&self, region: &Region<B>) -> Limits {
+        Limits {
+            pages_per_stop: u64::from(self.config.pages_per_stop).min(region.max_stop()),
+            max_sharing: self.config.max_page_sharing,
+        }
+    }
+
     /// What may be spent on mappings now.
-    fn purse(&self) -> Purse {
+    fn purse(&self, aim: Aim) -> Purse {
+        if aim == Aim::Freeze {
+            return Purse::BOTTOMLESS;
+        }
         let regions = self.layout.regions();
         let used = regions.iter().map(|region| region.pages().seams()).sum();
         let pages = regions.iter().map(|region| region.range().len()).sum();
@@ -193,29 +214,33 @@ impl<B: Backend> Ksm<B> {
         &self,
         region: &Region<B>,
         wishes: Vec<Wish>,
+        aim: Aim,
         report: &mut ScanReport,
     ) -> Result<(), Error> {
-        let cap = u64::from(self.config.pages_per_stop).min(region.max_stop());
+        let limits = self.limits(region);
         let mut outcomes = OutcomeCounts::default();
-        let (wishes, held_back) = {
+        let parted = {
             let is_new = |frame| region.domain.sharers(frame) == 0;
-            self.purse().admit(&region.pages(), wishes, is_new)
+            self.purse(aim).admit(&region.pages(), wishes, is_new)
         };
-        self.vmas.note_held_back(held_back.len() as u64);
+        let held_back = parted.held_back;
+        self.vmas
+            .note_held_back(held_back.len() as u64, &parted.shortage);
         for wish in held_back {
             outcomes[Outcome::VmaBudget] += 1;
             region.note_outcome(wish.page, Outcome::VmaBudget);
         }
-        let mut rest = &wishes[..];
+        let mut rest = &parted.admitted[..];
         while !rest.is_empty() {
-            let Turn::Now(guard) = self.turn(region, Patience::Wait)? else {
-                break;
+            let guard = match self.turn(region, Patience::Wait)? {
+                Turn::Now(guard) => guard,
+                Turn::Later | Turn::NextPass | Turn::Gone => break,
             };
             // It must not be merged behind whoever unshares it to take it away.
             if !self.layout.stands(region) {
                 break;
             }
-            let run = merge::commit(&guard, rest, cap);
+            let run = merge::commit(&guard, rest, limits);
             for (wish, &outcome) in rest.iter().zip(&run) {
                 outcomes[outcome] += 1;
                 region.note_outcome(wish.page, outcome);

@@ -27,7 +27,7 @@ impl<B: Backend> Ksm<B> {
         let region = self.region_with(region, range)?;
         let guard = {
             let _lease = region.lock()?;
-            let guard = region.pins.pin(region.id, range);
+            let guard = region.pin(range);
             guard.ok_or(Error::NoRegion(region.id))?
         };
         unshare::unmerge(&region, range)?;

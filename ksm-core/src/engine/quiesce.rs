@@ -6,7 +6,7 @@ use super::Ksm;
 use super::pass::Pass;
 use crate::backend::Backend;
 use crate::error::Error;
-use crate::region::Region;
+use crate::region::{NoLease, Region};
 use crate::sync::{ThreadId, current};
 
 /// Nothing is stopped or out, and nothing will be, while this lives: see
@@ -49,7 +49,11 @@ impl<B: Backend> Ksm<B> {
             std::mem::forget(layout);
         }
         for region in self.layout.regions().iter() {
-            std::mem::forget(region.lock()?);
+            match region.lock() {
+                Ok(guard) => std::mem::forget(guard),
+                Err(NoLease::Gone(_)) => continue,
+                Err(held) => return Err(held.into()),
+            }
             quiesced.regions.push(Arc::clone(region));
         }
         Ok(quiesced)
@@ -70,7 +74,7 @@ impl<B: Backend> Ksm<B> {
         if let Some(scanner) = self.scanner.evict(dead) {
             *scanner.journal() = Pass::default();
             for domain in self.layout.domains() {
-                domain.sweep();
+                domain.sweep_all();
             }
             leases += 1;
         }

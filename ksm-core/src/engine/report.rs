@@ -1,12 +1,13 @@
 //! What the engine tells of itself: counters, explanations, a check for tests.
 
 use std::collections::HashMap;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Ksm;
 use crate::backend::{Backend, FrameStore};
-use crate::domain::Domain;
+use crate::domain::{Domain, Walks};
 use crate::error::Error;
 use crate::outcome::Outcome;
 use crate::page::{PageIndex, PageRange};
@@ -51,14 +52,20 @@ impl<B: Backend> Ksm<B> {
         let shared = domain.shared();
         let retired = self.retired.lock().get(&domain.id).copied();
         let retired = retired.unwrap_or_default();
+        let Walks { walks, cost } = domain.walks();
         let mut stats = Stats {
             pages_shared: shared.pages_shared,
             pages_sharing: shared.pages_sharing,
             frames_lingering: shared.frames_lingering,
             stable_node_dups: shared.stable_node_dups,
+            rmap_walks: walks,
+            rmap_intervals: cost.visits.intervals,
+            rmap_longest_hold: cost.longest_hold,
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
             cow_breaks: retired.cow_breaks,
+            vmas_given_back: retired.vmas_given_back,
+            pages_given_back: retired.pages_given_back,
             pages_scanned: retired.pages_scanned,
             outcomes: retired.outcomes,
             ..Stats::default()
@@ -70,6 +77,8 @@ impl<B: Backend> Ksm<B> {
             stats.ksm_zero_pages += memory.ksm_zero_pages;
             stats.vmas += memory.vmas;
             stats.cow_breaks += memory.cow_breaks;
+            stats.vmas_given_back += memory.vmas_given_back;
+            stats.pages_given_back += memory.pages_given_back;
             stats.outcomes.add(&memory.outcomes);
             stats.pages_scanned += region.tally().pages_scanned;
             stats.metadata_bytes += region.pages().bytes();
@@ -121,7 +130,7 @@ impl<B: Backend> Ksm<B> {
             Some(frame) if merged => region.domain.sharers(frame),
             _ => 0,
         };
-        let pinned = region.pins.held(PageRange::one(page)).contains(page);
+        let pinned = region.pinned(PageRange::one(page)).contains(page);
         Ok(Explanation {
             outcome: if pinned {
                 Outcome::Pinned
@@ -143,11 +152,26 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             let mut named = HashMap::new();
             for region in self.layout.regions().of_domain(&domain) {
-                for (_, record) in region.pages().seen(region.range()) {
+                for (page, record) in region.pages().seen(region.range()) {
                     let Some(frame) = record.frame else { continue };
-                    let (names, sharers) = named.entry(frame).or_insert((0, 0));
-                    *names += 1;
-                    *sharers += u32::from(!record.is_copied());
+                    let named = named.entry(frame).or_insert((0, Vec::new()));
+                    named.0 += 1;
+                    if !record.is_copied() {
+                        named.1.push((region.id, page));
+                    }
+                }
+            }
+            for (&frame, (_, sharers)) in &mut named {
+                let mut found = Vec::new();
+                self.walk(&domain).sharers(frame, |region, page| {
+                    found.push((region.id, page));
+                    ControlFlow::Continue(())
+                });
+                found.sort_unstable();
+                if found != *sharers {
+                    return Err(format!(
+                        "{frame}: a walk finds {found:?}, the records say {sharers:?}"
+                    ));
                 }
             }
             domain.check(&named)?;

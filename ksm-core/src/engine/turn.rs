@@ -5,7 +5,7 @@ use super::Ksm;
 use crate::backend::Backend;
 use crate::config::LockPolicy;
 use crate::error::Error;
-use crate::region::{HeldByThisThread, LeaseGuard, Region, RegionGuard};
+use crate::region::{LeaseGuard, NoLease, Region, RegionGuard};
 
 /// How much a pass wants a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub(super) enum Turn<'a, B: Backend> {
     Later,
     /// Busy: to be left alone until the next pass.
     NextPass,
+    /// It has left.
+    Gone,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -31,7 +33,18 @@ impl<B: Backend> Ksm<B> {
         &'a self,
         region: &'a Region<B>,
         patience: Patience,
-    ) -> Result<Turn<'a, B>, HeldByThisThread> {
+    ) -> Result<Turn<'a, B>, NoLease> {
+        match self.turn_or_gone(region, patience) {
+            Err(NoLease::Gone(_)) => Ok(Turn::Gone),
+            turn => turn,
+        }
+    }
+
+    fn turn_or_gone<'a>(
+        &'a self,
+        region: &'a Region<B>,
+        patience: Patience,
+    ) -> Result<Turn<'a, B>, NoLease> {
         Ok(match (self.config.lock_policy, patience) {
             (LockPolicy::PerRegion, Patience::Try) => match region.try_lock()? {
                 Some(guard) => Turn::Now(guard),

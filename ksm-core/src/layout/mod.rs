@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::domain::Domain;
 use crate::error::Error;
-use crate::region::{DomainId, Place, Region, RegionId, SpaceId};
+use crate::region::{DomainId, Region, RegionId, SpaceId};
 use crate::sync::Mutex;
 use snapshot::{Edition, Snapshot};
 
@@ -22,7 +22,7 @@ pub(crate) struct Layout<B: Backend> {
 
 #[derive(Debug)]
 struct Registry<B: Backend> {
-    next: u32,
+    next: u64,
     domains: BTreeMap<DomainId, Arc<Domain<B>>>,
     spaces: BTreeMap<SpaceId, Arc<Domain<B>>>,
 }
@@ -33,7 +33,7 @@ pub(crate) struct Regions<B: Backend> {
     /// In the order of their numbers, which is that of their coming.
     list: Vec<Arc<Region<B>>>,
     /// The number of the one that comes next.
-    next: u32,
+    next: u64,
 }
 
 impl<B: Backend> Default for Layout<B> {
@@ -69,7 +69,7 @@ impl<B: Backend> Clone for Regions<B> {
 }
 
 impl<B: Backend> Registry<B> {
-    fn number(&mut self) -> u32 {
+    fn number(&mut self) -> u64 {
         let number = self.next;
         self.next += 1;
         number
@@ -81,7 +81,7 @@ impl<B: Backend> Regions<B> {
         self.list.binary_search_by_key(&id, |region| region.id)
     }
 
-    fn get(&self, id: RegionId) -> Option<&Arc<Region<B>>> {
+    pub(crate) fn get(&self, id: RegionId) -> Option<&Arc<Region<B>>> {
         self.place(id).ok().map(|place| &self.list[place])
     }
 
@@ -98,13 +98,13 @@ impl<B: Backend> Regions<B> {
     }
 
     /// The regions that came with the number `from` or later.
-    pub(crate) fn since(&self, from: u32) -> &[Arc<Region<B>>] {
+    pub(crate) fn since(&self, from: u64) -> &[Arc<Region<B>>] {
         let first = self.list.partition_point(|region| region.id.0 < from);
         &self.list[first..]
     }
 
     /// The number that the next region gets.
-    pub(crate) const fn next(&self) -> u32 {
+    pub(crate) const fn next(&self) -> u64 {
         self.next
     }
 }
@@ -125,17 +125,46 @@ impl<B: Backend> Layout<B> {
         Ok(id)
     }
 
-    /// Enters a region; `None` when no number is left for it.
-    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> Option<RegionId> {
+    /// Enters a region.
+    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> RegionId {
         self.regions.edit(|regions| {
             let id = RegionId(regions.next);
-            if id.0 >= Place::MAX_REGIONS {
-                return (None, None);
-            }
             let mut regions = regions.clone();
             regions.next += 1;
             regions.list.push(Arc::new(make(id)));
-            (Some(regions), Some(id))
+            (Some(regions), id)
+        })
+    }
+
+    /// A number for a region that is being made.
+    pub(crate) fn reserve_region(&self) -> RegionId {
+        self.regions.edit(|regions| {
+            let id = RegionId(regions.next);
+            let mut regions = regions.clone();
+            regions.next += 1;
+            (Some(regions), id)
+        })
+    }
+
+    /// Puts regions in place of one, as one step.
+    pub(crate) fn replace_region<const N: usize>(
+        &self,
+        old: RegionId,
+        make: impl FnOnce([RegionId; N]) -> [Region<B>; N],
+    ) -> [RegionId; N] {
+        self.regions.edit(|regions| {
+            let mut regions = regions.clone();
+            if let Ok(place) = regions.place(old) {
+                regions.list.remove(place);
+            }
+            let mut number = regions.next;
+            let ids = [(); N].map(|()| {
+                number += 1;
+                RegionId(number - 1)
+            });
+            regions.next = number;
+            regions.list.extend(make(ids).map(Arc::new));
+            (Some(regions), ids)
         })
     }
 
@@ -188,6 +217,11 @@ impl<B: Backend> Layout<B> {
         let regions = self.regions();
         let of_space = regions.iter().filter(|region| region.space == space);
         Ok(of_space.cloned().collect())
+    }
+
+    /// Enters a region whose number was reserved.
+    pub(crate) fn enter(&self, region: Region<B>) {
+        self.put_back(&Arc::new(region));
     }
 
     /// Enters a region again that was removed.

@@ -6,12 +6,12 @@ macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub struct $name(pub(crate) u32);
+        pub struct $name(pub(crate) u64);
 
         impl $name {
             /// The number behind the name: unique for the life of the engine.
             #[must_use]
-            pub const fn number(self) -> u32 {
+            pub const fn number(self) -> u64 {
                 self.0
             }
         }

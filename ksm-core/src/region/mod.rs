@@ -9,28 +9,34 @@
 //! before it is done. A holder that unwinds, and one that vanishes, are ended by
 //! the same function, [`RegionGuard::land`].
 
+mod anon_vma;
 mod flight;
 mod ids;
+mod interval;
 mod lease;
 mod page_table;
 mod pins;
 mod place;
 
+pub(crate) use anon_vma::{AnonVma, AnonVmaId, AnonVmas, WalkCost};
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
 pub use pins::PinGuard;
-pub(crate) use pins::{PinnedPages, Pins};
+pub(crate) use pins::PinnedPages;
+use pins::Pins;
 pub(crate) use place::Place;
 
 use std::sync::Arc;
 
 use crate::backend::{Backend, Memory, RegionOptions};
 use crate::domain::Domain;
+use crate::error::Error;
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::stats::MemoryStats;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, MutexGuard, ThreadId};
 
 /// One registered stretch of guest memory.
@@ -40,17 +46,52 @@ pub(crate) struct Region<B: Backend> {
     pub(crate) space: SpaceId,
     pub(crate) domain: Arc<Domain<B>>,
     pub(crate) options: RegionOptions,
-    pub(crate) pins: Arc<Pins>,
+    pub(crate) anon_vma: Arc<AnonVma>,
+    /// The linear index of its first page in the anon_vma.
+    pgoff: PageIndex,
+    pins: Arc<Pins>,
     memory: B::Memory,
     lease: Lease<Flight>,
     pages: Mutex<PageTable>,
     tally: Mutex<Tally>,
+    /// Its pages are another region's now, or nobody's.
+    gone: AtomicBool,
+}
+
+/// Why the lease of a region cannot be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoLease {
+    HeldByThisThread,
+    Gone(RegionId),
+}
+
+impl From<HeldByThisThread> for NoLease {
+    fn from(_: HeldByThisThread) -> Self {
+        Self::HeldByThisThread
+    }
+}
+
+impl From<HeldByThisThread> for Error {
+    fn from(_: HeldByThisThread) -> Self {
+        Self::Quiesced
+    }
+}
+
+impl From<NoLease> for Error {
+    fn from(why: NoLease) -> Self {
+        match why {
+            NoLease::HeldByThisThread => Self::Quiesced,
+            NoLease::Gone(region) => Self::NoRegion(region),
+        }
+    }
 }
 
 /// What was counted of a region since it was registered.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) cow_breaks: u64,
+    pub(crate) vmas_given_back: u64,
+    pub(crate) pages_given_back: u64,
     pub(crate) pages_scanned: u64,
     pub(crate) outcomes: OutcomeCounts,
 }
@@ -62,17 +103,68 @@ impl<B: Backend> Region<B> {
         domain: Arc<Domain<B>>,
         memory: B::Memory,
         options: RegionOptions,
+        anon_vma: Arc<AnonVma>,
     ) -> Self {
         Self {
             id,
             space,
             domain,
             options,
+            anon_vma,
+            pgoff: PageIndex(0),
             pins: Arc::default(),
             pages: Mutex::new(PageTable::new(memory.len())),
             memory,
             lease: Lease::new(),
             tally: Mutex::default(),
+            gone: AtomicBool::new(false),
+        }
+    }
+
+    /// What takes care of a part of this region in its place, with `memory`. The
+    /// records of the part are given to it; the guard is of this region.
+    pub(crate) fn part(
+        guard: &RegionGuard<'_, B>,
+        id: RegionId,
+        memory: B::Memory,
+        first: PageIndex,
+        pages: PageTable,
+    ) -> Self {
+        let whole = guard.region();
+        Self {
+            pgoff: whole.pgoff.plus(first.0),
+            pins: Arc::clone(&whole.pins),
+            pages: Mutex::new(pages),
+            ..Self::new(
+                id,
+                whole.space,
+                Arc::clone(&whole.domain),
+                memory,
+                whole.options,
+                Arc::clone(&whole.anon_vma),
+            )
+        }
+    }
+
+    /// What a clone of this region starts from: no page yet, at the same linear
+    /// indexes.
+    pub(crate) fn clone_of(
+        &self,
+        id: RegionId,
+        space: SpaceId,
+        memory: B::Memory,
+        options: RegionOptions,
+    ) -> Self {
+        Self {
+            pgoff: self.pgoff,
+            ..Self::new(
+                id,
+                space,
+                Arc::clone(&self.domain),
+                memory,
+                options,
+                Arc::clone(&self.anon_vma),
+            )
         }
     }
 
@@ -81,20 +173,73 @@ impl<B: Backend> Region<B> {
         PageRange::new(PageIndex(0), self.memory.len())
     }
 
+    /// A page by its anon_vma and linear index.
+    pub(crate) fn place(&self, page: PageIndex) -> Place {
+        Place::new(self.anon_vma.id, page.plus(self.pgoff.0))
+    }
+
+    /// The page of that linear index, if it is here.
+    pub(crate) fn page_at(&self, pgoff: PageIndex) -> Option<PageIndex> {
+        let page = PageIndex(pgoff.0.checked_sub(self.pgoff.0)?);
+        self.range().contains(page).then_some(page)
+    }
+
+    /// All pages, by their linear index.
+    pub(crate) fn linear_range(&self) -> PageRange {
+        PageRange::new(self.pgoff, self.memory.len())
+    }
+
     /// The longest run that can be stopped at once, in pages.
     pub(crate) fn max_stop(&self) -> u64 {
         self.memory.max_stop()
     }
 
+    /// The pages of `within` that guards hold now.
+    pub(crate) fn pinned(&self, within: PageRange) -> PinnedPages {
+        let pgoff = self.pgoff.0;
+        self.pins.held(within.plus(pgoff)).minus(pgoff)
+    }
+
+    /// A pin guard of `pages`; `None` if the region is leaving. To be called under
+    /// its lease.
+    pub(crate) fn pin(&self, pages: PageRange) -> Option<PinGuard> {
+        self.pins.pin(self.id, pages, pages.plus(self.pgoff.0))
+    }
+
+    /// Lets there be no more pin guards, unless there are some now. Returns
+    /// whether there are none.
+    pub(crate) fn close(&self) -> bool {
+        self.pins.close(self.linear_range())
+    }
+
+    /// Undoes a [`Self::close`].
+    pub(crate) fn reopen(&self) {
+        self.pins.reopen(self.linear_range());
+    }
+
+    /// Whether its mappings can be given back at all.
+    pub(crate) fn gives_back(&self) -> bool {
+        self.options.dma_guarded && self.memory.rejoins()
+    }
+
     /// Takes the lease, waiting in turn.
-    pub(crate) fn lock(&self) -> Result<RegionGuard<'_, B>, HeldByThisThread> {
-        Ok(self.guard(self.lease.lock()?))
+    pub(crate) fn lock(&self) -> Result<RegionGuard<'_, B>, NoLease> {
+        self.if_here(self.guard(self.lease.lock()?))
     }
 
     /// Takes the lease if it is free.
-    pub(crate) fn try_lock(&self) -> Result<Option<RegionGuard<'_, B>>, HeldByThisThread> {
-        let lease = self.lease.try_lock()?;
-        Ok(lease.map(|lease| self.guard(lease)))
+    pub(crate) fn try_lock(&self) -> Result<Option<RegionGuard<'_, B>>, NoLease> {
+        let Some(lease) = self.lease.try_lock()? else {
+            return Ok(None);
+        };
+        self.if_here(self.guard(lease)).map(Some)
+    }
+
+    fn if_here<'a>(&'a self, guard: RegionGuard<'a, B>) -> Result<RegionGuard<'a, B>, NoLease> {
+        match self.gone.load(Ordering::Acquire) {
+            false => Ok(guard),
+            true => Err(NoLease::Gone(self.id)),
+        }
     }
 
     /// Takes the lease from a thread that is gone, if that has it.
@@ -130,6 +275,18 @@ impl<B: Backend> Region<B> {
         });
     }
 
+    /// Gives up what its mappings show and name, when they are out of our hands.
+    pub(crate) fn abandon(&self) {
+        let pages = std::mem::take(&mut *self.pages());
+        for (_, record) in pages.seen(self.range()) {
+            let Some(frame) = record.frame else { continue };
+            self.domain.abandon(frame);
+            if let Class::Merged(item) = record.class {
+                self.domain.unshare(frame, item);
+            }
+        }
+    }
+
     pub(crate) fn stats(&self) -> MemoryStats {
         let (counts, vmas) = {
             let pages = self.pages();
@@ -147,6 +304,8 @@ impl<B: Backend> Region<B> {
             pages_copied: counts.copied,
             cow_breaks: tally.cow_breaks,
             vmas,
+            vmas_given_back: tally.vmas_given_back,
+            pages_given_back: tally.pages_given_back,
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,
@@ -172,6 +331,12 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
 
     pub(crate) fn region(&self) -> &'a Region<B> {
         self.region
+    }
+
+    /// The region is gone when the lease is given up: whoever waits for it, or
+    /// comes to take it, is told so.
+    pub(crate) fn leave(self) {
+        self.region.gone.store(true, Ordering::Release);
     }
 
     /// The memory whose pages this guard may change.

@@ -173,6 +173,10 @@ pub(crate) fn is_seam(left: Option<FrameId>, right: Option<FrameId>) -> bool {
 
 type Chunk = Box<[Packed; CHUNK_LEN]>;
 
+fn fresh_chunk() -> Chunk {
+    Box::new([Packed::UNSEEN; CHUNK_LEN])
+}
+
 /// The records of one region.
 #[derive(Debug, Default)]
 pub(crate) struct PageTable {
@@ -211,10 +215,7 @@ impl PageTable {
     pub(crate) fn set(&mut self, page: PageIndex, record: Record) {
         self.move_seams(page, record.frame);
         let (chunk, slot) = Self::place(page);
-        let records = self
-            .chunks
-            .entry(chunk)
-            .or_insert_with(|| Box::new([Packed::UNSEEN; CHUNK_LEN]));
+        let records = self.chunks.entry(chunk).or_insert_with(fresh_chunk);
         let old = std::mem::replace(&mut records[slot], Packed::pack(&record));
         self.counts
             .replace(Counts::of(&old.unpack()), Counts::of(&record));
@@ -268,13 +269,65 @@ impl PageTable {
         });
     }
 
+    /// Takes over the records of `range` from `other`, whose pages are numbered
+    /// alike: merged ones, over consecutive frames. Here they were never seen.
+    pub(crate) fn take_run(&mut self, other: &Self, range: PageRange) {
+        let last = PageIndex(range.end.0 - 1);
+        // A run has no seams inside: those at its ends come with its ends.
+        for page in [range.start, last] {
+            self.set(page, other.get(page));
+        }
+        let inside = PageRange {
+            start: range.start.plus(1),
+            end: last,
+        };
+        for (&chunk, records) in other.chunks_of(inside) {
+            let first = PageIndex(chunk * CHUNK_PAGES);
+            let part = PageRange::new(first, CHUNK_PAGES).intersection(inside);
+            let here = self.chunks.entry(chunk).or_insert_with(fresh_chunk);
+            for page in part.iter() {
+                let slot = Self::place(page).1;
+                here[slot] = records[slot];
+            }
+            self.counts.seen += part.len();
+            self.counts.merged += part.len();
+        }
+        // The neighbours of the ends were not there when those were set.
+        if !inside.is_empty() {
+            self.seams -= 2;
+        }
+    }
+
+    fn chunks_of(&self, range: PageRange) -> impl Iterator<Item = (&u64, &Chunk)> {
+        let first = range.start.0 / CHUNK_PAGES;
+        let last = range.end.0.div_ceil(CHUNK_PAGES).max(first);
+        self.chunks.range(first..last)
+    }
+
+    /// Gives up the records from `page` on, as those of a table of their own, and
+    /// ends before them.
+    pub(crate) fn split_off(&mut self, page: PageIndex) -> Self {
+        let end = self.end.map_or(PageIndex(u64::MAX), |end| end);
+        let rest = PageRange { start: page, end };
+        let mut split = Self {
+            end: self.end.map(|end| PageIndex(end.0 - page.0)),
+            ..Self::default()
+        };
+        for (at, record) in self.seen(rest) {
+            split.set(PageIndex(at.0 - page.0), record);
+        }
+        self.forget(rest);
+        // The last page has no neighbour any more.
+        let last = self.get(PageIndex(page.0 - 1)).frame;
+        self.seams -= u64::from(is_seam(last, None));
+        self.end = Some(page);
+        split
+    }
+
     /// The records of `range` that are not [`Record::UNSEEN`], in order; pages
     /// that were never seen cost nothing.
     pub(crate) fn seen(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, Record)> + '_ {
-        let first = range.start.0 / CHUNK_PAGES;
-        let last = range.end.0.div_ceil(CHUNK_PAGES).max(first);
-        self.chunks
-            .range(first..last)
+        self.chunks_of(range)
             .flat_map(move |(&chunk, records)| {
                 let start = PageIndex(chunk * CHUNK_PAGES);
                 let pages = PageRange::new(start, CHUNK_PAGES).intersection(range);
@@ -379,6 +432,48 @@ mod tests {
             table.set(PageIndex(page), merged(frame));
             assert_eq!(table.seams(), seams);
         }
+    }
+
+    #[test]
+    fn a_run_is_taken_over_with_its_seams() {
+        let mut table = PageTable::new(3000);
+        for page in 400..1500 {
+            table.set(PageIndex(page), merged(u32::try_from(page).expect("small")));
+        }
+        for (start, len) in [(400, 1100), (400, 1), (499, 2), (511, 2), (700, 800)] {
+            let mut clone = PageTable::new(3000);
+            let range = PageRange::new(PageIndex(start), len);
+            clone.take_run(&table, range);
+            assert_eq!((clone.seams(), clone.counts().merged), (2, len));
+            assert_eq!(clone.counts().seen, len);
+            let records: Vec<_> = clone.seen(PageRange::new(PageIndex(0), 3000)).collect();
+            assert_eq!(records, table.seen(range).collect::<Vec<_>>());
+            let behind = PageRange::new(range.end, 1500 - range.end.0);
+            if !behind.is_empty() {
+                clone.take_run(&table, behind);
+                assert_eq!(clone.seams(), 2, "two runs that are one");
+            }
+        }
+    }
+
+    #[test]
+    fn a_table_is_split_with_its_seams() {
+        let mut table = PageTable::new(2000);
+        // A run over the cut, pages alone, and one right behind the cut.
+        for (page, frame) in [(3, 90), (698, 4), (699, 5), (700, 6), (702, 9), (1999, 30)] {
+            table.set(PageIndex(page), merged(frame));
+        }
+        let rest = table.split_off(PageIndex(700));
+        let pages = |table: &PageTable| -> Vec<_> {
+            let all = PageRange::new(PageIndex(0), 2000);
+            table.seen(all).map(|(page, _)| page.0).collect()
+        };
+        assert_eq!(pages(&table), [3, 698, 699]);
+        assert_eq!(pages(&rest), [0, 2, 1299]);
+        assert_eq!((table.seams(), rest.seams()), (3, 1 + 2 + 1));
+        assert_eq!((table.counts().merged, rest.counts().merged), (3, 3));
+        assert_eq!(table.after(PageIndex(699)), None);
+        assert_eq!(rest.after(PageIndex(1299)), None);
     }
 
     #[test]

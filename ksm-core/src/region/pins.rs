@@ -17,7 +17,8 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::RegionId;
 use crate::sync::Mutex;
 
-/// The pages of one region that guards hold.
+/// The pages of an anon_vma that guards hold, by their linear index: regions that
+/// were one when a guard was taken have it in common.
 #[derive(Debug, Default)]
 pub(crate) struct Pins(Mutex<Held>);
 
@@ -25,8 +26,9 @@ pub(crate) struct Pins(Mutex<Held>);
 struct Held {
     /// One for each guard, in no order; they may overlap.
     ranges: Vec<PageRange>,
-    /// The region is about to leave: there will be no guards any more.
-    closed: bool,
+    /// Pages of regions that are about to leave: there will be no guards of them
+    /// any more.
+    closed: Vec<PageRange>,
 }
 
 /// Keeps a range of pages from being merged, for as long as it lives: see
@@ -39,20 +41,23 @@ struct Held {
 pub struct PinGuard {
     pins: Arc<Pins>,
     region: RegionId,
+    /// The region's pages.
+    pages: PageRange,
+    /// The same, by their linear index.
     range: PageRange,
 }
 
 impl PinGuard {
-    /// The region whose pages it holds.
+    /// The region whose pages it holds, as it was named when it was taken.
     #[must_use]
     pub const fn region(&self) -> RegionId {
         self.region
     }
 
-    /// The pages that it holds.
+    /// The pages of that region that it holds.
     #[must_use]
     pub const fn pages(&self) -> PageRange {
-        self.range
+        self.pages
     }
 }
 
@@ -68,11 +73,16 @@ impl Drop for PinGuard {
 }
 
 impl Pins {
-    /// A guard of `range`; `None` if the region is leaving. To be called under
-    /// the region's lease.
-    pub(crate) fn pin(self: &Arc<Self>, region: RegionId, range: PageRange) -> Option<PinGuard> {
+    /// A guard of `range`, which are `pages` of `region`; `None` if some of them
+    /// are leaving. To be called under the region's lease.
+    pub(crate) fn pin(
+        self: &Arc<Self>,
+        region: RegionId,
+        pages: PageRange,
+        range: PageRange,
+    ) -> Option<PinGuard> {
         let mut held = self.0.lock();
-        if held.closed {
+        if any_overlaps(&held.closed, range) {
             return None;
         }
         held.ranges.push(range);
@@ -80,21 +90,28 @@ impl Pins {
         Some(PinGuard {
             pins: Arc::clone(self),
             region,
+            pages,
             range,
         })
     }
 
-    /// Lets there be no more guards, unless there are some now. Returns whether
-    /// there are none.
-    pub(crate) fn close(&self) -> bool {
+    /// Lets there be no more guards of `range`, unless there are some now. Returns
+    /// whether there are none.
+    pub(crate) fn close(&self, range: PageRange) -> bool {
         let mut held = self.0.lock();
-        held.closed |= held.ranges.is_empty();
-        held.closed
+        let free = !any_overlaps(&held.ranges, range);
+        if free {
+            held.closed.push(range);
+        }
+        free
     }
 
     /// Undoes a [`Self::close`]: the region stays.
-    pub(crate) fn reopen(&self) {
-        self.0.lock().closed = false;
+    pub(crate) fn reopen(&self, range: PageRange) {
+        let mut held = self.0.lock();
+        if let Some(place) = held.closed.iter().position(|closed| *closed == range) {
+            held.closed.swap_remove(place);
+        }
     }
 
     /// The pages of `within` that are held now.
@@ -115,6 +132,11 @@ impl Pins {
     }
 }
 
+fn any_overlaps(ranges: &[PageRange], range: PageRange) -> bool {
+    let mut ranges = ranges.iter();
+    ranges.any(|other| !other.intersection(range).is_empty())
+}
+
 /// Pages that guards held at one moment: ranges that do not touch, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PinnedPages(Vec<PageRange>);
@@ -123,6 +145,14 @@ impl PinnedPages {
     pub(crate) fn contains(&self, page: PageIndex) -> bool {
         let behind = self.0.partition_point(|part| part.end <= page);
         self.0.get(behind).is_some_and(|part| part.contains(page))
+    }
+
+    /// The same pages by other numbers, `n` less each.
+    pub(crate) fn minus(mut self, n: u64) -> Self {
+        for part in &mut self.0 {
+            *part = part.minus(n);
+        }
+        self
     }
 
     /// How many there are.
@@ -144,7 +174,10 @@ mod tests {
     #[test]
     fn guards_nest_and_overlap() {
         let pins = Arc::new(Pins::default());
-        let pin = |start, end| pins.pin(RegionId(0), range(start, end)).unwrap();
+        let pin = |start, end| {
+            pins.pin(RegionId(0), range(start, end), range(start, end))
+                .unwrap()
+        };
         let held = || pins.held(range(2, 20)).0;
         let outer = pin(0, 8);
         let inner = pin(3, 4);
@@ -166,14 +199,16 @@ mod tests {
     }
 
     #[test]
-    fn a_region_closes_when_it_has_no_guards() {
+    fn pages_close_when_no_guard_holds_them() {
         let pins = Arc::new(Pins::default());
-        let guard = pins.pin(RegionId(0), range(0, 1)).unwrap();
-        assert!(!pins.close());
+        let pin = |start, end| pins.pin(RegionId(0), range(0, 1), range(start, end));
+        let guard = pin(4, 8).unwrap();
+        assert!(!pins.close(range(0, 5)));
+        assert!(pins.close(range(0, 4)));
         drop(guard);
-        assert!(pins.close());
-        assert!(pins.pin(RegionId(0), range(0, 1)).is_none());
-        pins.reopen();
-        assert!(pins.pin(RegionId(0), range(0, 1)).is_some());
+        assert!(pin(3, 5).is_none());
+        assert!(pin(4, 5).is_some());
+        pins.reopen(range(0, 4));
+        assert!(pin(3, 5).is_some());
     }
 }

@@ -71,6 +71,9 @@ impl Decoder<'_> {
     }
 
     fn op(&mut self, code: u8) {
+        if code >= 240 {
+            return self.layout_op(code);
+        }
         match code % 64 {
             0..=18 => self.write(),
             19..=36 => self.engine_op(code % 64),
@@ -147,9 +150,81 @@ impl Decoder<'_> {
             59 => self.space(),
             60 => self.unregister(),
             61 => self.again(),
-            62 => self.remove(),
+            62 => self.remove(false),
             _ => self.panic(),
         }
+    }
+
+    fn layout_op(&mut self, code: u8) {
+        let alive = self.regions.iter().filter(|known| known.registered);
+        let room = alive.count() < MAX_REGIONS;
+        match code {
+            240..=243 if room => self.split(),
+            244..=247 if room => self.clone_region(),
+            248..=249 => self.move_region(),
+            250..=251 if room => self.take_over(),
+            252 => self.remove(true),
+            _ => {
+                let Some(region) = self.region() else { return };
+                let page = self.range(region).start;
+                self.ops.push(Op::Unshare { region, page });
+            }
+        }
+    }
+
+    fn split(&mut self) {
+        let Some(region) = self.region() else { return };
+        let page = self.range(region).start;
+        self.ops.push(Op::Split { region, page });
+        if page.0 > 0 {
+            let old = self.regions[region];
+            self.regions[region].registered = false;
+            let pages = [page.0, old.pages - page.0];
+            let parts = pages.map(|pages| Known { pages, ..old });
+            self.regions.extend(parts);
+        }
+    }
+
+    fn clone_region(&mut self) {
+        let Some(region) = self.region() else { return };
+        let space = self.below(self.spaces.len());
+        let old = self.regions[region];
+        let registered = self.spaces[space];
+        self.ops.push(Op::Clone { space, region });
+        self.regions.push(Known {
+            space,
+            registered,
+            ..old
+        });
+    }
+
+    fn move_region(&mut self) {
+        let Some(region) = self.region() else { return };
+        let old = self.regions[region];
+        self.regions[region].registered = false;
+        self.regions.push(old);
+        self.ops.push(Op::Move { region });
+    }
+
+    fn take_over(&mut self) {
+        let space = self.below(self.spaces.len());
+        let pages = 1 + u64::from(self.byte()) % MAX_PAGES;
+        let content = Content {
+            number: u32::from(self.byte() & 7),
+            last: 0,
+        };
+        let guarded = self.flip();
+        self.ops.push(Op::TakeOver {
+            space,
+            pages,
+            content,
+            guarded,
+        });
+        self.regions.push(Known {
+            pages,
+            space,
+            registered: self.spaces[space],
+        });
     }
 
     fn fail(&mut self) {
@@ -245,7 +320,7 @@ impl Decoder<'_> {
         });
     }
 
-    fn remove(&mut self) {
+    fn remove(&mut self, drop: bool) {
         let space = self.below(self.spaces.len());
         if space == 0 {
             return;
@@ -254,7 +329,10 @@ impl Decoder<'_> {
         for known in &mut self.regions {
             known.registered &= known.space != space;
         }
-        self.ops.push(Op::Remove { space });
+        self.ops.push(match drop {
+            true => Op::Drop { space },
+            false => Op::Remove { space },
+        });
     }
 
     /// A region: a registered one, if there is one at or after the place that

@@ -78,6 +78,11 @@ pub trait Host {
     /// The guest reads a page.
     fn read(&mut self, guest: &Self::Guest, page: PageIndex) -> PageBuf;
 
+    /// Pauses the guest's vCPUs or lets them run, where the host has some.
+    fn pause(&mut self, guest: &Self::Guest, paused: bool) {
+        let _ = (guest, paused);
+    }
+
     /// Whether a read of a page that holds nothing fills it, as in a file.
     fn reads_fill(&self) -> bool {
         false

@@ -45,6 +45,7 @@ mod pins;
 mod registry;
 mod run;
 mod settle;
+mod shape;
 mod sim_host;
 mod text;
 mod verify;

@@ -58,6 +58,48 @@ pub enum Op {
         /// The space.
         space: usize,
     },
+    /// Cuts a region in two: as two new regions.
+    Split {
+        /// The region.
+        region: usize,
+        /// The first page of the second part.
+        page: PageIndex,
+    },
+    /// Clones a region to fresh guest memory: as a new region.
+    Clone {
+        /// The clone's space.
+        space: usize,
+        /// The region.
+        region: usize,
+    },
+    /// Moves a region to fresh guest memory: as a new region.
+    Move {
+        /// The region.
+        region: usize,
+    },
+    /// Takes over fresh guest memory that a guest was restored to.
+    TakeOver {
+        /// The space.
+        space: usize,
+        /// Its length, in pages.
+        pages: u64,
+        /// What the first page holds; each further page holds the next content.
+        content: Content,
+        /// Whether all DMA to it is guarded.
+        guarded: bool,
+    },
+    /// Drops a space with its regions and their contents.
+    Drop {
+        /// The space.
+        space: usize,
+    },
+    /// Takes the frame of a page from all who share it.
+    Unshare {
+        /// The region.
+        region: usize,
+        /// The page.
+        page: PageIndex,
+    },
     /// The guest writes pages.
     Write {
         /// The region.

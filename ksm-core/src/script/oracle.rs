@@ -48,6 +48,16 @@ impl Oracle {
         }
     }
 
+    /// Nothing was ever written.
+    pub(super) fn clear(&mut self) {
+        self.0.fill(Cell::Absent);
+    }
+
+    /// Who made zero pages is not known any more.
+    pub(super) fn blur_all(&mut self) {
+        self.range().iter().for_each(|page| self.blur(page));
+    }
+
     /// The page reads zero, but who made it so is not known any more.
     pub(super) fn blur(&mut self, page: PageIndex) {
         if self.reads(page, &PageBuf::zeroed()) {
@@ -86,8 +96,6 @@ impl<'a> Census<'a> {
             Cell::Dropped => self.perhaps_zeros += 1,
             Cell::Written(bytes) if !fit => {
                 self.unfit += 1;
-                // It was a zero page, and was written and swapped out since, unseen.
-                self.perhaps_zeros += u64::from(bytes.is_zero());
                 self.unfit_contents.insert(bytes.bytes());
             }
             Cell::Written(bytes) if bytes.is_zero() => self.zeros += 1,

@@ -15,9 +15,9 @@ impl<H: Host> Runner<H> {
     /// The memory of a region of the script, registered or not, and those of
     /// the pages that it has.
     pub(super) fn memory(&self, region: usize, range: PageRange) -> Option<(usize, PageRange)> {
-        let memory = self.regions.get(region)?.memory;
-        let range = range.intersection(self.memories[memory].oracle.range());
-        (!range.is_empty()).then_some((memory, range))
+        let region = self.regions.get(region)?;
+        let range = range.intersection(region.range());
+        (!range.is_empty()).then_some((region.memory, range))
     }
 
     pub(super) fn write(
@@ -29,6 +29,7 @@ impl<H: Host> Runner<H> {
         let Some((memory, range)) = self.memory(region, range) else {
             return Ok(Applied::Skipped);
         };
+        let range = self.regions[region].in_memory(range);
         for (nth, page) in (0..).zip(range.iter()) {
             let bytes = bytes(nth);
             let Memory { guest, oracle } = &mut self.memories[memory];
@@ -42,6 +43,7 @@ impl<H: Host> Runner<H> {
         let Some((memory, range)) = self.memory(region, range) else {
             return Ok(Applied::Skipped);
         };
+        let range = self.regions[region].in_memory(range);
         for page in range.iter() {
             let Memory { guest, oracle } = &mut self.memories[memory];
             let bytes = self.host.read(guest, page);
@@ -64,7 +66,7 @@ impl<H: Host> Runner<H> {
         if self.is_held(region, range) {
             return refused_as_pinned(done);
         }
-        for page in range.iter() {
+        for page in self.regions[region].in_memory(range).iter() {
             let Memory { guest, oracle } = &mut self.memories[memory];
             if done.is_ok() {
                 oracle.set(page, Cell::Absent);
@@ -110,7 +112,7 @@ impl<H: Host> Runner<H> {
             };
         };
         let id = self.region(region).ok_or("an unmerged region is gone")?;
-        let range = range.intersection(self.memories[self.regions[region].memory].oracle.range());
+        let range = range.intersection(self.regions[region].range());
         for page in range.iter() {
             let sharers = self
                 .ksm
@@ -144,6 +146,7 @@ impl<H: Host> Runner<H> {
         let Some((memory, range)) = self.memory(region, range) else {
             return Ok(Applied::Skipped);
         };
+        let range = self.regions[region].in_memory(range);
         let Memory { guest, oracle } = &mut self.memories[memory];
         let Some(own) = self.host.meddle(guest, range, how) else {
             return Ok(Applied::Skipped);

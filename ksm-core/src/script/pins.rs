@@ -2,7 +2,7 @@
 
 use super::host::{Host, Meddling};
 use super::op::Reach;
-use super::run::{Applied, Outcome, Runner};
+use super::run::{Applied, Outcome, Region, Runner};
 use crate::engine::Ksm;
 use crate::error::Error;
 use crate::page::{PageIndex, PageRange};
@@ -13,6 +13,14 @@ use crate::region::PinGuard;
 pub(super) struct Guard {
     region: usize,
     guard: PinGuard,
+}
+
+impl Guard {
+    /// The memory and the pages of it that it holds.
+    fn pages(&self, regions: &[Region]) -> (usize, PageRange) {
+        let region = &regions[self.region];
+        (region.memory, region.in_memory(self.guard.pages()))
+    }
 }
 
 impl<H: Host> Runner<H> {
@@ -33,15 +41,23 @@ impl<H: Host> Runner<H> {
     /// Gives up the guards that hold any of these pages, when no device uses
     /// what they alone held any more.
     pub(super) fn unpin_guards(&mut self, region: usize, range: PageRange) -> Applied {
+        let Some(place) = self.regions.get(region) else {
+            return Applied::Skipped;
+        };
+        let (memory, range) = (place.memory, place.in_memory(range));
+        let regions = &self.regions;
         let ends = |held: &mut Guard| {
-            held.region == region && !held.guard.pages().intersection(range).is_empty()
+            let (of, pages) = held.pages(regions);
+            of == memory && !pages.intersection(range).is_empty()
         };
         let ended: Vec<_> = self.guards.extract_if(.., ends).collect();
-        for page in ended.iter().flat_map(|held| held.guard.pages().iter()) {
-            let memory = &self.memories[self.regions[region].memory];
-            if !self.is_held(region, PageRange::one(page)) {
-                self.host
-                    .meddle(&memory.guest, PageRange::one(page), Meddling::Unpin);
+        for held in &ended {
+            let (_, pages) = held.pages(&self.regions);
+            for page in pages.iter().map(PageRange::one) {
+                if !self.memory_is_held(memory, page) {
+                    let guest = &self.memories[memory].guest;
+                    self.host.meddle(guest, page, Meddling::Unpin);
+                }
             }
         }
         match ended.is_empty() {
@@ -52,10 +68,14 @@ impl<H: Host> Runner<H> {
 
     /// Whether guards hold any of these pages.
     pub(super) fn is_held(&self, region: usize, range: PageRange) -> bool {
-        let memory = self.regions[region].memory;
+        let region = &self.regions[region];
+        self.memory_is_held(region.memory, region.in_memory(range))
+    }
+
+    fn memory_is_held(&self, memory: usize, range: PageRange) -> bool {
         self.guards.iter().any(|held| {
-            let overlap = held.guard.pages().intersection(range);
-            self.regions[held.region].memory == memory && !overlap.is_empty()
+            let (of, pages) = held.pages(&self.regions);
+            of == memory && !pages.intersection(range).is_empty()
         })
     }
 
@@ -91,21 +111,24 @@ impl<H: Host> Runner<H> {
                 .iter()
                 .position(|known| known.id == Some(region));
             let place = place.ok_or("a region is pinned that is not there")?;
-            let all = PageRange {
-                start: PageIndex(0),
-                end: PageIndex(u64::MAX),
-            };
+            let all = self.regions[place].range();
             if self.unpin_guards(place, all) == Applied::Skipped {
                 return Err(format!("region {region} is pinned, by no guard"));
             }
         }
     }
 
-    /// A region stays as long as there are guards.
+    /// Pages stay registered as long as guards hold them.
     pub(super) fn verify_guards(&self) -> Result<(), String> {
-        let gone = |held: &&Guard| self.region(held.region) != Some(held.guard.region());
-        match self.guards.iter().find(gone) {
-            Some(held) => Err(format!("the region of {held:?} is gone")),
+        let stays = |held: &Guard| {
+            let (memory, pages) = held.pages(&self.regions);
+            let users = self.regions.iter();
+            let users = users.filter(|user| user.memory == memory && user.id.is_some());
+            let inside = |user: &Region| user.in_memory(user.range()).intersection(pages).len();
+            users.map(inside).sum::<u64>() == pages.len()
+        };
+        match self.guards.iter().find(|held| !stays(held)) {
+            Some(held) => Err(format!("pages of {held:?} are gone")),
             None => Ok(()),
         }
     }

@@ -55,13 +55,20 @@ impl<H: Host> Runner<H> {
         }
     }
 
-    fn register(&mut self, space: usize, memory: usize, guarded: bool) -> Outcome {
+    /// A region over all of a memory that is about to be registered.
+    pub(super) fn name_region(&mut self, memory: usize, guarded: bool) {
         self.regions.push(Region {
             id: None,
             domain: 0,
             guarded,
             memory,
+            first: 0,
+            pages: self.memories[memory].oracle.range().len(),
         });
+    }
+
+    fn register(&mut self, space: usize, memory: usize, guarded: bool) -> Outcome {
+        self.name_region(memory, guarded);
         let Some(Some(space)) = self.spaces.get(space) else {
             return Ok(Applied::Skipped);
         };
@@ -98,7 +105,7 @@ impl<H: Host> Runner<H> {
     }
 
     /// A removal that fails half-way leaves some regions.
-    fn forget_regions(&mut self) {
+    pub(super) fn forget_regions(&mut self) {
         for region in &mut self.regions {
             region.id = region.id.filter(|&id| self.ksm.region_stats(id).is_ok());
         }

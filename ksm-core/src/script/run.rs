@@ -12,7 +12,7 @@ use super::text::Script;
 use crate::backend::sim::{Call, Failure};
 use crate::engine::Ksm;
 use crate::error::Error;
-use crate::page::PageRange;
+use crate::page::{PageIndex, PageRange};
 use crate::region::{DomainId, RegionId, SpaceId};
 
 /// The most failures that one operation asks for.
@@ -54,8 +54,29 @@ pub(super) struct Region {
     pub(super) domain: usize,
     pub(super) guarded: bool,
     /// Where the memory and its contents are: regions can follow one another
-    /// over one memory.
+    /// over one memory, and be parts of it.
     pub(super) memory: usize,
+    /// Its first page there.
+    pub(super) first: u64,
+    /// Its length, in pages.
+    pub(super) pages: u64,
+}
+
+impl Region {
+    /// Its pages.
+    pub(super) fn range(&self) -> PageRange {
+        PageRange::new(PageIndex(0), self.pages)
+    }
+
+    /// The pages of its memory that are those of `range`.
+    pub(super) fn in_memory(&self, range: PageRange) -> PageRange {
+        range.plus(self.first)
+    }
+
+    /// The page of its memory that is `page`.
+    pub(super) fn page_in_memory(&self, page: PageIndex) -> PageIndex {
+        page.plus(self.first)
+    }
 }
 
 /// A guest's memory and what it wrote there.
@@ -76,7 +97,7 @@ pub struct Runner<H: Host> {
     pub(super) memories: Vec<Memory<H::Guest>>,
     pub(super) guards: Vec<Guard>,
     /// Calls may fail, so errors are to be expected.
-    trouble: bool,
+    pub(super) trouble: bool,
     /// Pages may change at any time.
     storm: bool,
     done: Script,
@@ -126,11 +147,24 @@ impl<H: Host> Runner<H> {
         self.domains.get(domain).copied()
     }
 
-    /// A guest's memory, by the region it was first registered as.
+    /// How many regions of the script were named.
+    #[must_use]
+    pub const fn regions(&self) -> usize {
+        self.regions.len()
+    }
+
+    /// A guest's memory, by a region that is or was registered of it.
     #[must_use]
     pub fn guest(&self, region: usize) -> Option<&H::Guest> {
-        let memory = self.regions.get(region)?.memory;
-        Some(&self.memories[memory].guest)
+        Some(self.place(region)?.0)
+    }
+
+    /// A guest's memory, and the page of it with which a region begins.
+    #[must_use]
+    pub fn place(&self, region: usize) -> Option<(&H::Guest, PageIndex)> {
+        let region = self.regions.get(region)?;
+        let first = PageIndex(region.first);
+        Some((&self.memories[region.memory].guest, first))
     }
 
     /// Whether no storm, failure or limit is set.
@@ -181,6 +215,17 @@ impl<H: Host> Runner<H> {
             } => self.register_again(space, region, guarded),
             Op::Unregister { region } => self.unregister(region),
             Op::Remove { space } => self.remove(space),
+            Op::Split { region, page } => self.split(region, page),
+            Op::Clone { space, region } => self.clone_region(space, region),
+            Op::Move { region } => self.move_region(region),
+            Op::TakeOver {
+                space,
+                pages,
+                content,
+                guarded,
+            } => self.take_over(space, pages, content, guarded),
+            Op::Drop { space } => self.drop_space(space),
+            Op::Unshare { region, page } => self.unshare(region, page),
             Op::Write {
                 region,
                 range,

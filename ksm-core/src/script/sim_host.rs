@@ -2,6 +2,7 @@
 
 use super::host::{Event, Host, Meddling, Weather};
 use crate::backend::sim::{SimBackend, SimConfig, SimGuest, SimPageState, Stop, Storm};
+use crate::config::Config;
 use crate::page::{PageBuf, PageIndex, PageRange};
 
 /// A simulated host for scripts.
@@ -9,6 +10,8 @@ use crate::page::{PageBuf, PageIndex, PageRange};
 pub struct SimHost {
     sim: SimBackend,
     config: SimConfig,
+    /// What merging may cost, if less than most of what the host has.
+    budget: Option<u64>,
 }
 
 impl SimHost {
@@ -25,16 +28,30 @@ impl SimHost {
     #[must_use]
     pub fn with(config: SimConfig) -> Self {
         let sim = SimBackend::new(config.clone());
-        Self { sim, config }
+        Self {
+            sim,
+            config,
+            budget: None,
+        }
+    }
+
+    /// The same host, on which merging may cost so many VMAs only.
+    #[must_use]
+    pub fn with_budget(self, vmas: u64) -> Self {
+        Self {
+            budget: Some(vmas),
+            ..self
+        }
     }
 
     /// One that a byte chooses, for fuzzing: all of it is the seed; its highest
-    /// bits say how pages are stopped, and whether limits are tight.
+    /// bits say how pages are stopped, and whether limits are tight, its lowest
+    /// ones whether mappings are scarce.
     #[must_use]
     pub fn chosen_by(byte: u8) -> Self {
         let tight = byte & 0x40 != 0;
         let default = SimConfig::default();
-        Self::with(SimConfig {
+        let host = Self::with(SimConfig {
             seed: u64::from(byte),
             stop: match byte >> 5 {
                 0b100 | 0b110 => Stop::Protect,
@@ -44,7 +61,11 @@ impl SimHost {
             max_stop: if tight { 3 } else { default.max_stop },
             pages_per_huge: if tight { 2 } else { default.pages_per_huge },
             ..default
-        })
+        });
+        match byte & 3 {
+            3 => host.with_budget(4 + u64::from(byte >> 2 & 7)),
+            _ => host,
+        }
     }
 
     /// The line that makes such a host again: see [`SimHost::from_line`].
@@ -57,14 +78,22 @@ impl SimHost {
             pages_per_huge,
             ..
         } = self.config;
-        format!("#! {seed} {stop:?} max_stop {max_stop} pages_per_huge {pages_per_huge}")
+        let budget = self
+            .budget
+            .map_or(String::new(), |vmas| format!(" budget {vmas}"));
+        format!("#! {seed} {stop:?} max_stop {max_stop} pages_per_huge {pages_per_huge}{budget}")
     }
 
     /// The host that a line like `#! 1 Move max_stop 256 pages_per_huge 16`
-    /// describes: what a script needs besides its operations to be run again.
+    /// describes, with ` budget 8` behind it or not: what a script needs besides
+    /// its operations to be run again.
     #[must_use]
     pub fn from_line(line: &str) -> Option<Self> {
         let words: Vec<_> = line.split_whitespace().collect();
+        let (words, budget) = match words[..] {
+            [.., "budget", vmas] => (&words[..words.len() - 2], Some(vmas)),
+            _ => (&words[..], None),
+        };
         let [
             "#!",
             seed,
@@ -73,11 +102,11 @@ impl SimHost {
             max_stop,
             "pages_per_huge",
             huge,
-        ] = words[..]
+        ] = *words
         else {
             return None;
         };
-        Some(Self::with(SimConfig {
+        let host = Self::with(SimConfig {
             seed: seed.parse().ok()?,
             stop: match stop {
                 "Move" => Stop::Move,
@@ -88,7 +117,11 @@ impl SimHost {
             max_stop: max_stop.parse().ok()?,
             pages_per_huge: huge.parse().ok()?,
             ..SimConfig::default()
-        }))
+        });
+        match budget {
+            Some(vmas) => Some(host.with_budget(vmas.parse().ok()?)),
+            None => Some(host),
+        }
     }
 
     /// The host.
@@ -112,6 +145,15 @@ impl Host for SimHost {
         self.sim.clone()
     }
 
+    fn config(&self) -> Config {
+        Config {
+            max_vmas: self.budget,
+            parallel_pages: u32::MAX,
+            seed: Some([1; 32]),
+            ..Config::default()
+        }
+    }
+
     fn guest(&mut self, pages: u64) -> SimGuest {
         self.sim.guest(pages)
     }
@@ -126,6 +168,10 @@ impl Host for SimHost {
 
     fn read(&mut self, guest: &SimGuest, page: PageIndex) -> PageBuf {
         guest.read(page)
+    }
+
+    fn pause(&mut self, guest: &SimGuest, paused: bool) {
+        guest.pause(paused);
     }
 
     fn reads_fill(&self) -> bool {

@@ -98,6 +98,17 @@ impl fmt::Display for Op {
             } => write!(f, "again s{space} r{region}{}", tail(guarded)),
             Self::Unregister { region } => write!(f, "unregister r{region}"),
             Self::Remove { space } => write!(f, "remove s{space}"),
+            Self::Split { region, page } => write!(f, "split r{region} {}", page.0),
+            Self::Clone { space, region } => write!(f, "clone s{space} r{region}"),
+            Self::Move { region } => write!(f, "move r{region}"),
+            Self::TakeOver {
+                space,
+                pages,
+                content,
+                guarded,
+            } => write!(f, "take_over s{space} {pages} {content}{}", tail(guarded)),
+            Self::Drop { space } => write!(f, "drop s{space}"),
+            Self::Unshare { region, page } => write!(f, "unshare r{region} {}", page.0),
             Self::Write {
                 region,
                 range,
@@ -235,6 +246,22 @@ impl FromStr for Op {
             "remove" => Self::Remove {
                 space: words.name('s')?,
             },
+            "clone" => Self::Clone {
+                space: words.name('s')?,
+                region: words.name('r')?,
+            },
+            "move" => Self::Move {
+                region: words.name('r')?,
+            },
+            "take_over" => Self::TakeOver {
+                space: words.name('s')?,
+                pages: words.parsed("a length")?,
+                content: words.parsed("a content")?,
+                guarded: words.guarded()?,
+            },
+            "drop" => Self::Drop {
+                space: words.name('s')?,
+            },
             "write" => write_op(&mut words)?,
             "unmerge" => Self::Unmerge(reach(&mut words)?),
             "scan" => Self::Scan {
@@ -298,7 +325,7 @@ fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
         "pin_guard",
         "unpin_guard",
     ];
-    let single = ["pin", "unpin", "huge"];
+    let single = ["pin", "unpin", "huge", "split", "unshare"];
     if !ranged.contains(&verb) && !single.contains(&verb) {
         return Err(format!("{verb:?} is no operation"));
     }
@@ -329,6 +356,14 @@ fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
             range: words.pages()?,
         },
         "pin" => Op::Pin {
+            region,
+            page: words.page()?,
+        },
+        "split" => Op::Split {
+            region,
+            page: words.page()?,
+        },
+        "unshare" => Op::Unshare {
             region,
             page: words.page()?,
         },

@@ -271,6 +271,20 @@ impl Guest {
         .unwrap();
     }
 
+    /// Mappings that the guest's memory consists of.
+    pub(crate) fn mappings(&self) -> usize {
+        let start = self.address() as u64;
+        let end = start + self.0.len();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let touches = |line: &&str| {
+            let (range, _) = line.split_once(' ').unwrap();
+            let (from, upto) = range.split_once('-').unwrap();
+            let at = |text| u64::from_str_radix(text, 16).unwrap();
+            at(from) < end && start < at(upto)
+        };
+        maps.lines().filter(touches).count()
+    }
+
     /// The first page at an address where a huge page can start.
     pub(crate) fn first_huge_page(&self) -> u64 {
         let page = self.address() as u64 / PAGE_SIZE_U64;

@@ -143,7 +143,7 @@ impl Bench<'_> {
             duty: 0.0,
         };
         let runs: Vec<Figures> = (0..self.repeat)
-            .map(|_| self.trial(Order::InOrder, free, Who::Kernel))
+            .map(|_| self.trial(Order::Sequential, free, Who::Kernel))
             .collect::<anyhow::Result<_>>()?;
         Ok(Figures::median(&runs, &[]).get("layout_changes_per_second"))
     }

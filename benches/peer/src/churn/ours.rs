@@ -30,10 +30,12 @@ pub(super) struct Ours {
 
 impl Ours {
     pub(super) fn new(host: &Host, policy: LockPolicy, memory: &Memory) -> anyhow::Result<Self> {
-        let mut config = Config::default();
-        config.lock_policy = policy;
-        // ksmd has one thread.
-        config.parallel_pages = u32::MAX;
+        let config = Config {
+            lock_policy: policy,
+            // ksmd has one thread.
+            parallel_pages: u32::MAX,
+            ..Config::default()
+        };
         let ksm = Ksm::new(host.backend.clone(), config)?;
         let space = ksm.create_space(ksm.create_domain()?)?;
         let source = HostRegion::new(memory.region());

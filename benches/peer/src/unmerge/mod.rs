@@ -80,7 +80,7 @@ fn pages_that_fit(args: &UnmergeArgs) -> anyhow::Result<usize> {
         .map(|info: procfs::Meminfo| info.mem_available)
         .context("/proc/meminfo")?
         .unwrap_or(u64::MAX);
-    let mib = asked.min(available / PART_OF_AVAILABLE >> 20);
+    let mib = asked.min((available / PART_OF_AVAILABLE) >> 20);
     // Whole stretches, merged and not, of all copies.
     let step = STRETCH * 2 * COPIES;
     Ok((usize::try_from(mib << 20)? / PAGE_SIZE).next_multiple_of(step))

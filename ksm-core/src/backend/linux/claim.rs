@@ -34,6 +34,26 @@ impl Claims {
     }
 }
 
+impl Claim {
+    /// Gives the claim up for claims of both its parts, the first of `pages`.
+    pub(super) fn split(self, pages: u64) -> (Self, Self) {
+        let parts = {
+            let mut spans = self.claims.0.lock();
+            let (first, rest) = (
+                self.span.part(0, pages),
+                self.span.part(pages, self.span.pages() - pages),
+            );
+            spans.extend([first, rest]);
+            [first, rest]
+        };
+        let [first, rest] = parts.map(|span| Self {
+            claims: self.claims.clone(),
+            span,
+        });
+        (first, rest)
+    }
+}
+
 impl Drop for Claim {
     fn drop(&mut self) {
         self.claims.0.lock().retain(|span| *span != self.span);

@@ -150,6 +150,17 @@ impl Bench {
         self.memfd().map_over(span, RANGE, attributes).unwrap();
     }
 
+    /// The bytes of RANGE stand in memory that was moved over it, and no more.
+    fn move_copies_only(&self, byte: u8) {
+        let scratch = self.memory.anchored(RANGE).unwrap();
+        let mut content = PageBuf::zeroed();
+        content.bytes_mut().fill(byte);
+        for place in 0..RANGE.len() {
+            staging::fill_page(scratch.span().part(place, 1), &content);
+        }
+        scratch.move_over(self.memory.span_of(RANGE)).unwrap();
+    }
+
     fn map_frames_only(&self) {
         let span = self.memory.span_of(RANGE);
         mapping::map_file_over(span, mapping::Attributes::default(), self.store.fd(), 0).unwrap();
@@ -327,6 +338,20 @@ fn written_back_and_mapped_is_replaced() {
             bench.memory.journal.mapped(RANGE);
         }
         bench.settles(Backing::Frame, Settled::Replaced, BYTE, Backing::Own);
+    }
+}
+
+#[test]
+fn copies_moved_and_not_written_down_is_replaced() {
+    for kind in [Kind::Moved, Kind::Protected] {
+        for written_down in [false, true] {
+            let bench = Bench::copied(kind, BYTE);
+            bench.move_copies_only(BYTE);
+            if written_down {
+                bench.memory.journal.mapped(RANGE);
+            }
+            bench.settles(Backing::Frame, Settled::Replaced, BYTE, Backing::Own);
+        }
     }
 }
 

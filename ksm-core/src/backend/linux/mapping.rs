@@ -1,10 +1,12 @@
 //! Mapping, remapping and advising memory in this backend's care.
 
+use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 use rustix::mm::{
-    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap, mremap_fixed,
+    munmap,
 };
 
 use super::span::{Span, usize_from};
@@ -175,16 +177,67 @@ pub(super) fn map_file(file: BorrowedFd<'_>, offset: u64, pages: u64) -> Result<
 pub(super) fn move_over(from: Span, to: Span) -> Result<(), Errno> {
     // SAFETY: both are in our care, do not overlap (`from` was mapped beside
     // `to`), and hold the same bytes.
+    unsafe { remap(from, to, MremapFlags::MAYMOVE) }
+}
+
+/// Moves the pages of `from` in place of those of `to`. `from` stays mapped,
+/// without them.
+pub(super) fn move_pages_over(from: Span, to: Span) -> Result<(), Errno> {
+    // SAFETY: both are in our care and do not overlap. What `to` holds is what
+    // its owner has moved to `from`: nothing.
+    unsafe { remap(from, to, MremapFlags::MAYMOVE | MremapFlags::DONTUNMAP) }
+}
+
+/// # Safety
+/// No Rust reference points into `from` or `to`, they do not overlap, and who
+/// owns `to` wants the pages of `from` there.
+unsafe fn remap(from: Span, to: Span, flags: MremapFlags) -> Result<(), Errno> {
+    // SAFETY: as the caller promises.
     unsafe {
         mremap_fixed(
             from.pointer(),
             from.byte_len(),
             to.byte_len(),
-            MremapFlags::MAYMOVE,
+            flags,
             to.pointer(),
         )
     }
     .map(drop)
+}
+
+/// Moves the pages of `span`, which stays mapped without them, to where nothing
+/// was. What is there then is like `span` in all that the kernel knows of it, but
+/// for its address.
+pub(super) fn move_pages_away(span: Span) -> Result<Span, Errno> {
+    let anywhere = std::ptr::null_mut::<c_void>();
+    // With this flag the kernel takes a new address, which rustix does not pass.
+    // SAFETY: `span` is in our care: no Rust reference points into it. Its owner
+    // keeps everybody from it until the pages are back, or knows that it has none.
+    let start = unsafe {
+        libc::mremap(
+            span.pointer(),
+            span.byte_len(),
+            span.byte_len(),
+            libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP,
+            anywhere,
+        )
+    };
+    if start == libc::MAP_FAILED {
+        let error = std::io::Error::last_os_error();
+        return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+    }
+    // SAFETY: just mapped, known to nobody else; its owner (`Anchor`) unmaps it.
+    Ok(unsafe { Span::new(start.expose_provenance(), span.pages()) })
+}
+
+/// Lets a mapping that only its caller knows grow to `pages` pages, elsewhere if
+/// need be. The old span is no more.
+pub(super) fn grow(span: Span, pages: u64) -> Result<Span, Errno> {
+    let bytes = usize_from(bytes_in(pages));
+    // SAFETY: nobody else knows of `span`, which its caller forgets.
+    let start = unsafe { mremap(span.pointer(), span.byte_len(), bytes, MremapFlags::MAYMOVE) }?;
+    // SAFETY: as in `move_pages_away`.
+    Ok(unsafe { Span::new(start.expose_provenance(), pages) })
 }
 
 /// Unmaps memory that this backend mapped itself.
@@ -234,7 +287,12 @@ pub(super) struct Scratch(Option<Span>);
 impl Scratch {
     /// Maps `pages` pages of zeros.
     pub(super) fn new(pages: u64, attributes: Attributes) -> Result<Self, Errno> {
-        map_anonymous(pages, attributes).map(|span| Self(Some(span)))
+        map_anonymous(pages, attributes).map(Self::of)
+    }
+
+    /// Owns a mapping that nobody else knows of.
+    pub(super) const fn of(span: Span) -> Self {
+        Self(Some(span))
     }
 
     /// The pages.

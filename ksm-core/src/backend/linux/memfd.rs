@@ -69,6 +69,15 @@ impl Memfd {
         })
     }
 
+    /// The same file, for the part of the region from `page` on.
+    pub(super) fn from(&self, page: PageIndex) -> Self {
+        Self {
+            file: Arc::clone(&self.file),
+            start: self.offset(page),
+            identity: self.identity,
+        }
+    }
+
     /// Checks that `map`, in which `address` lies, shows the file there: the byte
     /// at `offset` of the region.
     pub(super) fn vet(

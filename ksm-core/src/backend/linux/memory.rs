@@ -1,24 +1,25 @@
 //! [`LinuxMemory`]: guest memory under care.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use super::caps::{Host, StopMethod};
+use super::anchor::Anchors;
+use super::caps::Host;
 use super::claim::Claim;
 use super::journal::{Journal, MAX_STOP};
 use super::memfd::Memfd;
 use super::source::HostRegion;
 use super::span::{Span, usize_from};
-use super::staging::Staging;
+use super::staging::{Staging, fill_page};
 use super::store::LinuxStore;
-use super::uffd::Mode;
-use super::vet::{Part, vet, vet_fresh};
-use super::{host_error, mapping, mapping_error};
+use super::vet::Part;
+use super::{host_error, mapping};
 use crate::backend::{Backing, Held, Memory, PageRun, PageState, RegionOptions, Settled};
-use crate::error::{BackendError, MemfdFault, RegisterError};
-use crate::page::{FrameId, PageBuf, PageIndex, PageRange, is_page_aligned, pages_in};
+use crate::error::BackendError;
+use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
 use crate::sync::Mutex;
 
 /// Guest memory that a [`LinuxBackend`](super::LinuxBackend) takes care of,
@@ -32,6 +33,8 @@ pub struct LinuxMemory {
     pub(super) host: Arc<Host>,
     /// Keeps the guest's mapping alive.
     pub(super) source: HostRegion,
+    /// Where in the source it begins.
+    pub(super) first: PageIndex,
     pub(super) span: Span,
     pub(super) parts: Vec<Part>,
     pub(super) options: RegionOptions,
@@ -39,118 +42,17 @@ pub struct LinuxMemory {
     pub(super) memfd: Option<Memfd>,
     /// The guest's own pages are moved out; otherwise they are write-protected.
     pub(super) by_move: bool,
+    /// Its mappings carry what they did not when it was attached.
+    pub(super) touched: AtomicBool,
     /// Mapped when pages first go out.
-    staging: OnceLock<Staging>,
+    pub(super) staging: OnceLock<Staging>,
     pub(super) journal: Journal,
+    pub(super) anchors: Anchors,
     /// Given up last, when nothing is stopped or registered any more.
-    claim: Mutex<Option<Claim>>,
+    pub(super) claim: Mutex<Option<Claim>>,
 }
 
 impl LinuxMemory {
-    pub(super) fn attach(
-        host: Arc<Host>,
-        source: HostRegion,
-        options: RegionOptions,
-    ) -> Result<Self, RegisterError> {
-        let bytes = source.byte_len();
-        let start = source
-            .host_address()
-            .ok_or(RegisterError::NotMapped { address: 0 })?;
-        let address = start as u64;
-        if bytes == 0 || !is_page_aligned(bytes) || !is_page_aligned(address) {
-            return Err(RegisterError::NotWholePages { address, bytes });
-        }
-        // SAFETY: `source` keeps the mapping alive and is kept along with the
-        // span. That it is mapped is vetted below, before anything is done to
-        // it. vm-memory hands out no references to guest memory, and whoever
-        // registers it agrees that its pages are replaced by equal ones.
-        let span = unsafe { Span::new(start, pages_in(bytes)) };
-        let claim = host.claims.claim(span)?;
-        let memfd =
-            owned_memfd(&source, options).map_err(|why| RegisterError::Memfd { address, why })?;
-        // Pages of a file cannot be moved.
-        let by_move = memfd.is_none() && stops_by_move(&host, options)?;
-        let parts = if source.take_fresh() && memfd.is_none() {
-            vet_fresh(span)?
-        } else {
-            vet(&host, span, memfd.as_ref())?
-        };
-        // From here on dropping it undoes what was done.
-        let memory = Self {
-            host,
-            source,
-            span,
-            parts,
-            options,
-            memfd,
-            by_move,
-            staging: OnceLock::new(),
-            journal: Journal::default(),
-            claim: Mutex::new(Some(claim)),
-        };
-        memory.take_over(address)?;
-        Ok(memory)
-    }
-
-    /// Registers memory that is write-protected in place. What is moved out is
-    /// registered while it is, and the rest of what that needs is done when the
-    /// first run is stopped: memory that is withdrawn before costs nothing.
-    fn take_over(&self, address: u64) -> Result<(), RegisterError> {
-        if self.by_move {
-            return Ok(());
-        }
-        self.keep_from_forks()?;
-        let registered = self.host.uffd.register(self.span, Mode::WriteProtect);
-        registered.map_err(|errno| match errno {
-            Errno::BUSY => RegisterError::OtherUserfaultfd { address },
-            errno => mapping_error("UFFDIO_REGISTER", errno).into(),
-        })
-    }
-
-    /// A page that a child shares cannot be moved (design fact 6), and what is
-    /// write-protected here would not be there.
-    fn keep_from_forks(&self) -> Result<(), BackendError> {
-        mapping::advise(self.span, Advice::LinuxDontFork)
-            .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))
-    }
-
-    /// Makes room for `pages` pages that are moved out.
-    fn open_staging(&self, pages: u64) -> Result<(), BackendError> {
-        let staging = match self.staging.get() {
-            Some(staging) => staging,
-            None => self.first_staging()?,
-        };
-        staging
-            .begin(pages)
-            .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
-    }
-
-    fn first_staging(&self) -> Result<&Staging, BackendError> {
-        self.keep_from_forks()?;
-        let staging = Staging::new(Arc::clone(&self.host))
-            .map_err(|errno| mapping_error("mmap of staging", errno))?;
-        staging
-            .open()
-            .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
-        // Only the holder of the region's lease stops pages.
-        Ok(self.staging.get_or_init(|| staging))
-    }
-
-    /// Ends what is under way, and undoes what was done to the mappings.
-    fn give_back(&self) {
-        if self.by_move && self.staging().is_none() {
-            return;
-        }
-        self.put_back(self.journal.run());
-        self.settle_accounts();
-        // Lifts write-protection and wakes as well. It fails only if somebody
-        // has unmapped a part: there is nothing left to do for that.
-        let _ = self.host.uffd.unregister(self.span);
-        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
-            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
-        }
-    }
-
     /// Where pages go that are moved out; none if none ever were.
     pub(super) fn staging(&self) -> Option<&Staging> {
         self.staging.get()
@@ -237,31 +139,6 @@ impl LinuxMemory {
     }
 }
 
-/// The file behind `source`, if it is declared to be a memfd of this process.
-fn owned_memfd(source: &HostRegion, options: RegionOptions) -> Result<Option<Memfd>, MemfdFault> {
-    let Some(file) = source.owned_memfd() else {
-        return Ok(None);
-    };
-    let memfd = Memfd::new(file, pages_in(source.byte_len()))?;
-    if !options.dma_guarded {
-        return Err(MemfdFault::Unguarded);
-    }
-    Ok(Some(memfd))
-}
-
-/// Whether the guest's own pages are to be moved out.
-fn stops_by_move(host: &Host, options: RegionOptions) -> Result<bool, BackendError> {
-    match host.capabilities().stop_method {
-        StopMethod::Move => Ok(true),
-        _ if host.asked == StopMethod::WriteProtect || options.dma_guarded => Ok(false),
-        // Nothing would notice a device that writes to a page being merged.
-        _ => Err(host_error(
-            "attach: UFFDIO_MOVE (Linux 6.8) is needed for memory that is not dma_guarded",
-            Errno::OPNOTSUPP,
-        )),
-    }
-}
-
 impl Memory for LinuxMemory {
     type Store = LinuxStore;
 
@@ -274,6 +151,10 @@ impl Memory for LinuxMemory {
         }
         self.give_back();
         *claim = None;
+    }
+
+    fn split(&self, page: PageIndex) -> Result<(Self, Self), BackendError> {
+        self.cut(page)
     }
 
     fn len(&self) -> u64 {
@@ -305,9 +186,29 @@ impl Memory for LinuxMemory {
         self.scan_page_map(PageRange { start, end }, max_pages, runs)
     }
 
+    fn occupied(
+        &self,
+        within: PageRange,
+        occupied: &mut Vec<PageRange>,
+    ) -> Result<(), BackendError> {
+        let (mut rest, mut runs) = (within, Vec::new());
+        while !rest.is_empty() {
+            rest.start = self.scan_page_map(rest, rest.len(), &mut runs)?;
+        }
+        let first = occupied.len();
+        if let Some(memfd) = &self.memfd {
+            // What it holds and no page table has, in swap or not.
+            occupied.extend(memfd.hidden(within, u64::MAX, &runs));
+        }
+        runs.retain(|run| run.state != PageState::Zero);
+        occupied.extend(runs.iter().map(|run| run.range));
+        occupied[first..].sort_unstable_by_key(|range| range.start);
+        Ok(())
+    }
+
     fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {
         self.source
-            .read(page, buf)
+            .read(self.first.plus(page.0), buf)
             .map_err(|error| host_error("read of guest memory", std::io::Error::other(error)))
     }
 
@@ -370,6 +271,11 @@ impl Memory for LinuxMemory {
         }
     }
 
+    /// A memfd's mappings are numbered by its offsets.
+    fn rejoins(&self) -> bool {
+        self.memfd.is_some() || self.anchors.hold()
+    }
+
     fn restore(&self, range: PageRange) -> Result<(), BackendError> {
         self.check_held(range)?;
         self.map_copies(range)
@@ -409,6 +315,28 @@ impl Memory for LinuxMemory {
             Err(Errno::NOMEM) => Err(BackendError::OutOfMemory),
             Err(errno) => Err(host_error("madvise(MADV_POPULATE_WRITE)", errno)),
         }
+    }
+
+    fn adopt(
+        &self,
+        range: PageRange,
+        store: &LinuxStore,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
+        self.touch()?;
+        self.map_frames_at(range, store, first)
+    }
+
+    fn vacate(&self, range: PageRange) -> Result<(), BackendError> {
+        self.map_own(range)
+    }
+
+    fn fill(&self, page: PageIndex, content: &PageBuf) -> Result<(), BackendError> {
+        let page = PageRange::one(page);
+        // An error, where writing to it would meet the OOM killer.
+        self.populate(page)?;
+        fill_page(self.span_of(page), content);
+        Ok(())
     }
 
     fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {

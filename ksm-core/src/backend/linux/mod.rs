@@ -39,6 +39,8 @@
 //! there is a test that fails if it is ignored.
 #![allow(unsafe_code)]
 
+mod anchor;
+mod attach;
 mod caps;
 mod claim;
 #[cfg(test)]
@@ -99,7 +101,7 @@ pub const OPEN_SYSTEM_CALLS: &[&str] = &[
 /// their names on x86-64.
 ///
 /// `ioctl` is called with `UFFDIO_REGISTER`, `UNREGISTER`, `WAKE`,
-/// `WRITEPROTECT`, `MOVE` and `COPY`, and with `PAGEMAP_SCAN`; `fcntl` with
+/// `WRITEPROTECT`, `MOVE`, `COPY` and `ZEROPAGE`, and with `PAGEMAP_SCAN`; `fcntl` with
 /// `F_ADD_SEALS`; `prctl` with `PR_GET_MEMORY_MERGE`. `getrandom` is for the
 /// secrets of trust domains, `futex` for locks that are not free. What the
 /// allocator, the threads and the logging of the process need comes on top.

@@ -198,7 +198,7 @@ impl LinuxMemory {
     }
 
     /// Ends the registration of `range`, and wakes whoever waits there.
-    fn release(&self, range: PageRange) {
+    pub(super) fn release(&self, range: PageRange) {
         let span = self.span_of(range);
         for _ in 0..UNREGISTER_TRIES {
             match self.host.uffd.unregister(span) {

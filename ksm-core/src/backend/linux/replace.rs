@@ -31,20 +31,48 @@ impl LinuxMemory {
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
-        let span = self.span_of(range);
-        let attributes = self.attributes(range);
+        self.map_over(range, store, first)?;
+        self.journal.mapped(range);
+        self.register_frames(range);
+        self.host.uffd.wake(self.span_of(range));
+        self.free_below(range);
+        Ok(())
+    }
+
+    /// Maps frames in place of pages that nobody uses yet.
+    pub(super) fn map_frames_at(
+        &self,
+        range: PageRange,
+        store: &LinuxStore,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
+        self.map_over(range, store, first)?;
+        self.carry(range, Attributes::of_frames);
+        self.register_frames(range);
+        self.free_below(range);
+        Ok(())
+    }
+
+    fn map_over(
+        &self,
+        range: PageRange,
+        store: &LinuxStore,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
         if let Some(memfd) = &self.memfd {
             memfd.check_seals()?;
         }
+        let (span, attributes) = (self.span_of(range), self.attributes(range));
         mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
-            .map_err(|errno| mapping_error("mmap", errno))?;
-        self.journal.mapped(range);
+            .map_err(|errno| mapping_error("mmap", errno))
+    }
+
+    /// Lets writes to copies over fresh mappings of frames be stopped.
+    fn register_frames(&self, range: PageRange) {
         if self.options.dma_guarded {
+            let span = self.span_of(range);
             let _ = self.host.uffd.register(span, Mode::WriteProtect);
         }
-        self.host.uffd.wake(span);
-        self.free_below(range);
-        Ok(())
     }
 
     /// Frees what a memfd still holds below frames that are mapped over it. If
@@ -91,18 +119,34 @@ impl LinuxMemory {
 
     /// Maps pages of zeros in place of frames and their copies.
     pub(super) fn map_zeros(&self, range: PageRange) -> Result<(), BackendError> {
+        self.map_empty(range)?;
+        self.journal.mapped(range);
+        self.now_own(range);
+        Ok(())
+    }
+
+    /// The same for pages that nobody uses yet.
+    pub(super) fn map_own(&self, range: PageRange) -> Result<(), BackendError> {
+        self.map_empty(range)?;
+        self.now_own(range);
+        Ok(())
+    }
+
+    fn map_empty(&self, range: PageRange) -> Result<(), BackendError> {
         let (span, attributes) = (self.span_of(range), self.attributes(range));
         match &self.memfd {
             // It may hold something still: see `free_below`.
             Some(memfd) => memfd
                 .punch(range)
-                .and_then(|()| memfd.map_over(span, range, attributes))?,
-            None => mapping::map_anonymous_over(span, attributes)
-                .map_err(|errno| mapping_error("mmap", errno))?,
+                .and_then(|()| memfd.map_over(span, range, attributes)),
+            None => match self.anchored(range) {
+                Some(scratch) => scratch
+                    .move_over(span)
+                    .map_err(|errno| mapping_error("mremap", errno)),
+                None => mapping::map_anonymous_over(span, attributes)
+                    .map_err(|errno| mapping_error("mmap", errno)),
+            },
         }
-        self.journal.mapped(range);
-        self.now_own(range);
-        Ok(())
     }
 
     /// Puts the guest's own pages in place of held copies that stand over frames.
@@ -135,14 +179,14 @@ impl LinuxMemory {
         done
     }
 
-    /// Moves a mapping with the copies over them.
-    ///
-    /// It does not become one with its neighbours: the kernel numbers its pages
-    /// by the address at which they were filled.
+    /// Moves a mapping with the copies over them. Without an anchor it does not
+    /// become one with its neighbours.
     fn move_copies(&self, range: PageRange) -> Result<(), BackendError> {
-        let attributes = self.attributes(range);
-        let scratch = Scratch::new(range.len(), attributes)
-            .map_err(|errno| mapping_error("mmap of copies", errno))?;
+        let scratch = match self.anchored(range) {
+            Some(scratch) => scratch,
+            None => Scratch::new(range.len(), self.attributes(range))
+                .map_err(|errno| mapping_error("mmap of copies", errno))?,
+        };
         // An error, where filling it would meet the OOM killer.
         mapping::advise(scratch.span(), Advice::LinuxPopulateWrite).map_err(
             |errno| match errno {

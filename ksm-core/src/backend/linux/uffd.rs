@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use linux_raw_sys::general as raw;
 use linux_raw_sys::ioctl::{
     UFFDIO_API, UFFDIO_COPY, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+    UFFDIO_ZEROPAGE,
 };
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
@@ -200,6 +201,23 @@ impl Userfaultfd {
         // SAFETY: UFFDIO_COPY takes this struct. It reads `from` and fills an
         // absent page at `to`; both are in our care (see `Span`).
         unsafe { self.call::<UFFDIO_COPY, _>(&mut arg) }
+    }
+
+    /// Maps the host's page of zeros at an absent page, which is registered here.
+    /// Gives its mapping an `anon_vma` in any case.
+    ///
+    /// # Errors
+    /// `EEXIST` when the page is not absent.
+    pub(super) fn zero_page(&self, page: Span) -> Result<(), Errno> {
+        debug_assert_eq!(page.pages(), 1);
+        let mut arg = raw::uffdio_zeropage {
+            range: range_of(page),
+            mode: 0,
+            zeropage: 0,
+        };
+        // SAFETY: UFFDIO_ZEROPAGE takes this struct. It fills an absent page,
+        // which reads as zero anyway.
+        unsafe { self.call::<UFFDIO_ZEROPAGE, _>(&mut arg) }
     }
 
     /// # Safety

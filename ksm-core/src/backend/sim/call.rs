@@ -42,11 +42,19 @@ pub enum Call {
     Populate,
     /// [`Memory::discard`](crate::backend::Memory::discard).
     Discard,
+    /// [`Memory::split`](crate::backend::Memory::split).
+    Split,
+    /// [`Memory::adopt`](crate::backend::Memory::adopt).
+    Adopt,
+    /// [`Memory::vacate`](crate::backend::Memory::vacate).
+    Vacate,
+    /// [`Memory::fill`](crate::backend::Memory::fill).
+    FillPage,
 }
 
 impl Call {
     /// Every kind.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 20] = [
         Self::OpenStore,
         Self::Attach,
         Self::Reserve,
@@ -63,6 +71,10 @@ impl Call {
         Self::Restore,
         Self::Populate,
         Self::Discard,
+        Self::Split,
+        Self::Adopt,
+        Self::Vacate,
+        Self::FillPage,
     ];
 
     /// Its name in scripts.
@@ -85,6 +97,10 @@ impl Call {
             Self::Restore => "restore",
             Self::Populate => "populate",
             Self::Discard => "discard",
+            Self::Split => "split",
+            Self::Adopt => "adopt",
+            Self::Vacate => "vacate",
+            Self::FillPage => "fill_page",
         }
     }
 }

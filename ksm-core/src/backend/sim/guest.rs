@@ -50,6 +50,12 @@ impl SimGuest {
         self.host.lock().regions[self.region].len()
     }
 
+    /// Pauses the guest's vCPUs or lets them run: while they are paused a
+    /// [`Storm`](super::Storm) leaves its pages alone, except that it swaps some.
+    pub fn pause(&self, paused: bool) {
+        self.host.lock().regions[self.region].paused = paused;
+    }
+
     /// Writes a whole page.
     pub fn write(&self, page: PageIndex, bytes: &PageBuf) -> Access {
         self.act(page, Write::Whole(Arc::new(bytes.clone())))

@@ -52,6 +52,7 @@ mod config;
 mod guest;
 mod memory;
 mod page;
+mod plain;
 mod region;
 mod rng;
 mod stop;
@@ -202,6 +203,7 @@ impl Backend for SimBackend {
         let mut world = self.host.lock();
         world.may_fail(Call::Attach)?;
         let len = world.attach(source.region(), options)?;
-        Ok(SimMemory::new(Arc::clone(&self.host), source.region(), len))
+        let host = Arc::clone(&self.host);
+        Ok(SimMemory::new(host, source.region(), 0, len))
     }
 }

@@ -20,6 +20,10 @@ pub(super) struct Waiter {
 pub(super) struct Region {
     pub(super) pages: Vec<Page>,
     pub(super) options: Option<RegionOptions>,
+    /// No vCPU runs: the storm neither writes, nor reads, nor drops.
+    pub(super) paused: bool,
+    /// In how many parts it is attached.
+    pub(super) attached: u32,
     /// The one store whose frames it maps.
     pub(super) store: Option<usize>,
     /// In the order in which they came.
@@ -39,6 +43,8 @@ impl Region {
         Self {
             pages: vec![Page::absent(); at(PageIndex(pages))],
             options: None,
+            paused: false,
+            attached: 0,
             store: None,
             waiters: Vec::new(),
             log: Vec::new(),

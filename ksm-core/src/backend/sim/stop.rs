@@ -152,20 +152,36 @@ impl World {
     ) -> Result<(), BackendError> {
         self.demand_backing(Call::Share, region, range, backing);
         self.demand_held(Call::Share, region, range, true);
-        let other = self.regions[region].store.is_some_and(|own| own != store);
-        self.demand(!other, || {
-            format!("share of {range} with the frames of another domain")
-        });
-        let frame = |page: PageIndex| {
-            let nth = u32::try_from(page.0 - range.start.0);
-            first.plus(nth.expect("a stop is shorter than a store"))
-        };
         for page in range.iter() {
-            self.demand_equal(Call::Share, region, page, (store, frame(page)));
+            let frame = nth_frame(range, page, first);
+            self.demand_equal(Call::Share, region, page, (store, frame));
         }
         self.may_fail(Call::Share)?;
+        self.map_store(region, range, store, first)
+    }
+
+    /// Maps the frames from `first` on in place of `range`.
+    pub(super) fn map_store(
+        &mut self,
+        region: usize,
+        range: PageRange,
+        store: usize,
+        first: FrameId,
+    ) -> Result<(), BackendError> {
+        let other = self.regions[region].store.is_some_and(|own| own != store);
+        self.demand(!other, || {
+            format!("{range} over the frames of another domain")
+        });
+        for page in range.iter() {
+            let frame = nth_frame(range, page, first);
+            let reserved = self.frame(store, frame).bytes.is_some();
+            self.demand(reserved, || {
+                format!("page {page} over frame {frame}, which has no memory")
+            });
+        }
         self.remap(region, range, |page| {
-            (Some((store, frame(page))), Bytes::Nowhere)
+            let frame = nth_frame(range, page, first);
+            (Some((store, frame)), Bytes::Nowhere)
         })?;
         self.regions[region].store = Some(store);
         Ok(())
@@ -275,4 +291,10 @@ impl World {
             _ => Settled::Kept,
         }
     }
+}
+
+/// The frame of `page` where those of `range` begin with `first`.
+fn nth_frame(range: PageRange, page: PageIndex, first: FrameId) -> FrameId {
+    let nth = u32::try_from(page.0 - range.start.0);
+    first.plus(nth.expect("a range is shorter than a store"))
 }

@@ -23,7 +23,9 @@ impl World {
         }
         if self.rng.chance(storm.read) {
             let (region, page) = self.pick(focus);
-            self.touch(region, page);
+            if !self.regions[region].paused {
+                self.touch(region, page);
+            }
         }
         if self.rng.chance(storm.swap) {
             let (region, page) = self.pick(focus);
@@ -59,6 +61,9 @@ impl World {
             return;
         };
         let (region, page) = self.pick(focus);
+        if self.regions[region].paused {
+            return;
+        }
         let content = self.rng.below(self.storm.contents.max(1));
         let write = if self.rng.chance(250) {
             // The last byte, which a comparison reaches last.
@@ -81,7 +86,7 @@ impl World {
     /// that to a page over a frame, which would show its old bytes.
     fn storm_drops(&mut self, region: usize, page: PageIndex) {
         let own = self.regions[region].page(page).below.is_none();
-        if own && !self.regions[region].write_waits(page) {
+        if own && !self.regions[region].paused && !self.regions[region].write_waits(page) {
             let after = self.apply(region, page, &Write::Drop);
             self.regions[region].log.push((page, after));
         }

@@ -123,6 +123,7 @@ impl World {
             return Err(RegisterError::PrivateFile { address });
         }
         region.options = Some(options);
+        region.attached = 1;
         region.store = None;
         Ok(region.len())
     }

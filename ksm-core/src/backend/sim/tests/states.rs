@@ -171,6 +171,28 @@ fn the_page_map_steps_over_holes_and_untouched_merged_pages() {
 }
 
 #[test]
+fn restored_pages_give_their_vmas_back() {
+    let lab = Lab::new();
+    assert!(lab.memory.rejoins());
+    // Two mappings beside one another, and one alone.
+    for (page, frame) in [(8, 1), (9, 5), (20, 7)] {
+        lab.copy(page, frame);
+    }
+    assert_eq!(lab.sim.vmas(), 1 + 3 + 2);
+    for pages in [range(8, 2), one(20)] {
+        let held = lab.memory.stop(pages, Backing::Frame).unwrap().held;
+        assert_eq!(held, [pages]);
+        assert_eq!(lab.write(pages.start.0, 3), Access::Waits);
+        lab.memory.restore(pages).unwrap();
+        lab.memory.lift(pages, Backing::Frame);
+        lab.reads(pages.start.0, 3);
+    }
+    assert_eq!(lab.sim.vmas(), 1);
+    assert_eq!(lab.state(9), SimPageState::Private);
+    lab.reads(9, 5);
+}
+
+#[test]
 fn vmas_are_counted_as_the_kernel_counts_them() {
     let lab = Lab::new();
     assert_eq!(lab.sim.vmas(), 1);

@@ -7,10 +7,15 @@
 //! that guest writes never disorder a tree; whether pages are equal is decided
 //! later, with their writes stopped ([`merge`](crate::merge)).
 
+mod look;
+
+use std::collections::HashMap;
+
 use rayon::prelude::*;
 
-use crate::backend::{Backend, Memory, PageRun, PageState};
+use crate::backend::{Backend, Memory};
 use crate::config::Config;
+use crate::domain::Plan;
 use crate::error::BackendError;
 use crate::fault::{self, Step};
 use crate::fingerprint::Fingerprint;
@@ -18,7 +23,8 @@ use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, PinnedPages, Place, Record, Region, RegionGuard, RegionId};
+use crate::region::{Class, PinnedPages, Record, Region, RegionGuard, RegionId};
+use crate::walk::{Reach, Walk};
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -33,10 +39,27 @@ pub(crate) struct Findings {
     pub(crate) wishes: Vec<(RegionId, Wish)>,
 }
 
+/// What pages are looked at for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Aim {
+    /// Those that have equals are to share frames.
+    Merge,
+    /// All are to map frames, for a clone to map the same.
+    Freeze,
+}
+
+/// What windows are looked at with.
+#[derive(Debug)]
+pub(crate) struct Survey<'w, B: Backend> {
+    pub(crate) config: &'w Config,
+    pub(crate) layout: &'w Layout<B>,
+    pub(crate) plan: &'w Plan<'w, B>,
+    pub(crate) aim: Aim,
+}
+
 /// One region's window, its lease held.
 struct Window<'w, 'a, B: Backend> {
-    config: &'w Config,
-    layout: &'w Layout<B>,
+    survey: &'w Survey<'w, B>,
     guard: &'w RegionGuard<'a, B>,
     region: &'w Region<B>,
     /// Held by guards. There are no more of them while the lease is held.
@@ -44,56 +67,61 @@ struct Window<'w, 'a, B: Backend> {
     findings: Findings,
     /// The last page that got a goal, and the frame: where a run may grow.
     last: Option<(PageIndex, FrameId)>,
+    /// How many pages are to map a frame, of those that have a goal.
+    planned: HashMap<FrameId, u32>,
     buf: Box<PageBuf>,
 }
 
-/// Looks at up to `max_pages` populated pages of `within`.
-///
-/// # Errors
-/// When the page map cannot be read.
-pub(crate) fn window<B: Backend>(
-    config: &Config,
-    layout: &Layout<B>,
-    guard: &RegionGuard<'_, B>,
-    within: PageRange,
-    max_pages: u64,
-) -> Result<Findings, BackendError> {
-    let mut runs = Vec::new();
-    let next = guard.memory().populated(within, max_pages, &mut runs)?;
-    let looked_at = PageRange {
-        start: within.start,
-        end: next,
-    };
-    let mut window = Window {
-        config,
-        layout,
-        guard,
-        region: guard.region(),
-        pinned: guard.region().pins.held(looked_at),
-        findings: Findings {
-            next,
-            ..Findings::default()
-        },
-        last: None,
-        buf: PageBuf::zeroed(),
-    };
-    window.forget_absent(looked_at, &runs);
-    let candidates = window.look(&runs);
-    let fingerprints = window.fingerprint(&candidates);
-    fault::point(Step::Hashed);
-    let stretches = stretches(&candidates, &fingerprints);
-    for ((page, fingerprint), stretch) in candidates.into_iter().zip(fingerprints).zip(stretches) {
-        match fingerprint {
-            Some(fingerprint) => window.plan(page, fingerprint, stretch),
-            None => window.done(page, Outcome::Raced),
+impl<B: Backend> Survey<'_, B> {
+    /// Looks at up to `max_pages` populated pages of `within`.
+    ///
+    /// # Errors
+    /// When the page map cannot be read.
+    pub(crate) fn window(
+        &self,
+        guard: &RegionGuard<'_, B>,
+        within: PageRange,
+        max_pages: u64,
+    ) -> Result<Findings, BackendError> {
+        let mut runs = Vec::new();
+        let next = guard.memory().populated(within, max_pages, &mut runs)?;
+        let looked_at = PageRange {
+            start: within.start,
+            end: next,
+        };
+        let mut window = Window {
+            survey: self,
+            guard,
+            region: guard.region(),
+            pinned: guard.region().pinned(looked_at),
+            findings: Findings {
+                next,
+                ..Findings::default()
+            },
+            last: None,
+            planned: HashMap::new(),
+            buf: PageBuf::zeroed(),
+        };
+        window.forget_absent(looked_at, &runs);
+        let candidates = window.look(&runs);
+        let fingerprints = window.fingerprint(&candidates);
+        fault::point(Step::Hashed);
+        let stretches = stretches(&candidates, &fingerprints);
+        for ((page, fingerprint), stretch) in
+            candidates.into_iter().zip(fingerprints).zip(stretches)
+        {
+            match fingerprint {
+                Some(fingerprint) => window.plan(page, fingerprint, stretch),
+                None => window.done(page, Outcome::Raced),
+            }
         }
+        fault::point(Step::Planned);
+        let mut tally = window.region.tally();
+        tally.pages_scanned += window.findings.scanned;
+        tally.outcomes.add(&window.findings.outcomes);
+        drop(tally);
+        Ok(window.findings)
     }
-    fault::point(Step::Planned);
-    let mut tally = window.region.tally();
-    tally.pages_scanned += window.findings.scanned;
-    tally.outcomes.add(&window.findings.outcomes);
-    drop(tally);
-    Ok(window.findings)
 }
 
 /// For each page, how many neighbours of its content there are from it on.
@@ -108,75 +136,6 @@ fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<u
 }
 
 impl<B: Backend> Window<'_, '_, B> {
-    /// Forgets pages that were populated once and are holes now (the kernel:
-    /// `remove_trailing_rmap_items`). A merged page that nobody has touched since
-    /// is a hole too, and so is a zero page: those stay.
-    fn forget_absent(&self, range: PageRange, runs: &[PageRun]) {
-        let mut pages = self.region.pages();
-        let mut runs = runs.iter().map(|run| run.range).peekable();
-        let mut gone = Vec::new();
-        for (page, record) in pages.seen(range) {
-            while runs.next_if(|run| run.end <= page).is_some() {}
-            let populated = runs.peek().is_some_and(|run| run.contains(page));
-            if !populated && record.frame.is_none() && record.class != Class::Zero {
-                gone.push(page);
-            }
-        }
-        for page in gone {
-            pages.set(page, Record::UNSEEN);
-        }
-    }
-
-    /// Brings the records up to date with the page map. Returns the pages that
-    /// are worth reading.
-    fn look(&mut self, runs: &[PageRun]) -> Vec<PageIndex> {
-        let mut candidates = Vec::new();
-        for run in runs {
-            for page in run.range.iter() {
-                self.findings.scanned += 1;
-                match self.look_at(page, run.state) {
-                    Some(outcome) => self.done(page, outcome),
-                    None => candidates.push(page),
-                }
-            }
-        }
-        candidates
-    }
-
-    /// What became of a page that is not to be read; `None` if it is.
-    fn look_at(&self, page: PageIndex, state: PageState) -> Option<Outcome> {
-        let record = self.region.pages().get(page);
-        let own_bytes = match state {
-            PageState::Private | PageState::Swapped => true,
-            PageState::File => record.frame.is_none(),
-            PageState::Zero => false,
-        };
-        match record.class {
-            Class::Merged(_) if own_bytes => self.guard.note_cow_break(page),
-            Class::Zero if own_bytes => self.region.pages().update(page, |record| {
-                record.class = Class::Volatile;
-                record.fingerprint = None;
-            }),
-            // It was dropped, and read since.
-            Class::Volatile | Class::Unshared
-                if state == PageState::Zero && record.frame.is_none() =>
-            {
-                self.region.pages().set(page, Record::UNSEEN);
-            }
-            _ => {}
-        }
-        match state {
-            PageState::File if record.frame.is_some() => Some(Outcome::Unchanged),
-            PageState::Zero => Some(Outcome::Unchanged),
-            _ if self.pinned.contains(page) => Some(Outcome::Pinned),
-            PageState::Swapped => Some(Outcome::Swapped),
-            PageState::Private | PageState::File => {
-                let guarded = self.region.options.dma_guarded;
-                (record.frame.is_some() && !guarded).then_some(Outcome::CopiedUnguarded)
-            }
-        }
-    }
-
     /// Reads and fingerprints `pages`; `None` for one that went away meanwhile.
     fn fingerprint(&self, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
         let memory = self.guard.memory();
@@ -185,7 +144,7 @@ impl<B: Backend> Window<'_, '_, B> {
             memory.read(page, buf).ok()?;
             Some(keys.fingerprint(buf))
         };
-        if pages.len() >= self.config.parallel_pages as usize {
+        if pages.len() >= self.survey.config.parallel_pages as usize {
             pages.par_iter().map_init(PageBuf::zeroed, one).collect()
         } else {
             let mut buf = PageBuf::zeroed();
@@ -210,24 +169,56 @@ impl<B: Backend> Window<'_, '_, B> {
         if let Some(frame) = self.stable_frame(page, fingerprint, stretch) {
             return self.wish(page, Goal::Frame(frame));
         }
-        if record.age < self.config.settle_passes {
+        if self.survey.aim == Aim::Freeze {
+            return self.freeze(page, fingerprint);
+        }
+        if record.age < self.survey.config.settle_passes {
             return self.done(page, Outcome::Volatile);
         }
         let domain = &self.region.domain;
-        if self.config.use_zero_pages && fingerprint == domain.keys.zero_fingerprint() {
+        if self.survey.config.use_zero_pages && fingerprint == domain.keys.zero_fingerprint() {
             return self.wish(page, Goal::Zero);
         }
-        let me = Place::new(self.region.id, page);
-        match domain.unstable.find_or_insert(fingerprint, me) {
-            Some(other) if other != me && self.still_there(other, fingerprint) => {
-                self.promote(page, other, fingerprint, stretch);
-            }
-            Some(_) => {
+        let me = self.region.place(page);
+        let found = domain.unstable.find_or_insert(fingerprint, me);
+        let twin = found.and_then(|place| {
+            // A page of this region at this place is this page itself.
+            let not = (place == me).then_some(self.region.id);
+            self.walk().unshared_at(place, fingerprint, not)
+        });
+        match (found, twin) {
+            (_, Some(twin)) => self.promote(page, twin, fingerprint, stretch),
+            (Some(_), None) => {
                 domain.unstable.remove(fingerprint);
                 domain.unstable.find_or_insert(fingerprint, me);
                 self.unique(page);
             }
-            None => self.unique(page),
+            (None, None) => self.unique(page),
+        }
+    }
+
+    fn walk(&self) -> Walk<'_, B> {
+        Walk {
+            layout: self.survey.layout,
+            domain: &self.region.domain,
+            reach: Reach::Exact,
+        }
+    }
+
+    /// A frame for a page that has no equal, or a zero page.
+    fn freeze(&mut self, page: PageIndex, fingerprint: Fingerprint) {
+        let keys = &self.region.domain.keys;
+        if self.survey.config.use_zero_pages && fingerprint == keys.zero_fingerprint() {
+            return self.wish(page, Goal::Zero);
+        }
+        let read = self.guard.memory().read(page, &mut self.buf);
+        if read.is_err() || keys.fingerprint(&self.buf) != fingerprint {
+            return self.done(page, Outcome::Volatile);
+        }
+        let previous = self.previous_frame(page);
+        match self.survey.plan.frame(previous, fingerprint, &self.buf) {
+            Ok(frame) => self.wish(page, Goal::Frame(frame)),
+            Err(_) => self.done(page, Outcome::NoMemory),
         }
     }
 
@@ -251,53 +242,59 @@ impl<B: Backend> Window<'_, '_, B> {
         fingerprint: Fingerprint,
         stretch: usize,
     ) -> Option<FrameId> {
-        let domain = &self.region.domain;
         let previous = self.previous_frame(page);
-        if let Some(frame) = previous.and_then(|frame| domain.extend(frame, fingerprint)) {
+        if let Some(frame) = self.extend(previous, fingerprint) {
             return Some(frame);
         }
         let (memory, buf) = (self.guard.memory(), &mut self.buf);
         let keys = &self.region.domain.keys;
         let digest = || memory.read(page, buf).ok().map(|()| keys.digest(buf));
-        let frame = domain.find(fingerprint, digest)?;
+        let frame = self.region.domain.find(fingerprint, digest)?;
         Some(self.first_of(frame, stretch))
+    }
+
+    /// The frame that continues a block of that content behind `previous`.
+    fn extend(&self, previous: Option<FrameId>, fingerprint: Fingerprint) -> Option<FrameId> {
+        // Where blocks are only a chain, a run in one wastes frames.
+        let previous = previous.filter(|_| self.survey.config.stretch_pages != u32::MAX)?;
+        let planned = self.planned.get(&previous.plus(1)).copied().unwrap_or(0);
+        let max = self.survey.config.max_page_sharing.saturating_sub(planned);
+        self.survey.plan.extend(previous, fingerprint, max)
     }
 
     /// The frame with which `stretch` pages of the content of `frame` begin.
     fn first_of(&self, frame: FrameId, stretch: usize) -> FrameId {
-        if stretch >= self.config.stretch_pages as usize {
-            self.region.domain.stretch(frame)
+        let first = if stretch >= self.survey.config.stretch_pages as usize {
+            self.survey.plan.stretch(frame)
         } else {
             frame
-        }
-    }
-
-    /// Whether an item of the unstable tree still stands for a page that looks
-    /// like `fingerprint`.
-    fn still_there(&self, place: Place, fingerprint: Fingerprint) -> bool {
-        let (region, page) = place.parts();
-        let record = match self.layout.region(region) {
-            Ok(region) => region.pages().get(page),
-            Err(_) => return false,
         };
-        record.class == Class::Unshared && record.fingerprint == Some(fingerprint)
+        let planned = |frame| self.planned.get(&frame).copied().unwrap_or(0);
+        self.survey
+            .plan
+            .with_room(first, self.survey.config.max_page_sharing, planned)
     }
 
     /// Two equal pages: a frame for both, in the stable tree.
-    fn promote(&mut self, page: PageIndex, other: Place, fingerprint: Fingerprint, stretch: usize) {
+    fn promote(
+        &mut self,
+        page: PageIndex,
+        other: (RegionId, PageIndex),
+        fingerprint: Fingerprint,
+        stretch: usize,
+    ) {
         let domain = &self.region.domain;
         let read = self.guard.memory().read(page, &mut self.buf);
         if read.is_err() || domain.keys.fingerprint(&self.buf) != fingerprint {
             return self.done(page, Outcome::Volatile);
         }
         let previous = self.previous_frame(page);
-        match domain.plan_frame(previous, fingerprint, &self.buf) {
+        match self.survey.plan.frame(previous, fingerprint, &self.buf) {
             Ok(frame) => {
                 domain.unstable.remove(fingerprint);
                 let first = self.first_of(frame, stretch);
                 self.wish_for(other, Goal::Frame(first));
-                let next = self.previous_frame(page);
-                let next = next.and_then(|frame| domain.extend(frame, fingerprint));
+                let next = self.extend(self.previous_frame(page), fingerprint);
                 self.wish(page, Goal::Frame(next.unwrap_or(first)));
             }
             Err(_) => self.done(page, Outcome::NoMemory),
@@ -312,15 +309,15 @@ impl<B: Backend> Window<'_, '_, B> {
     }
 
     fn wish(&mut self, page: PageIndex, goal: Goal) {
-        self.wish_for(Place::new(self.region.id, page), goal);
+        self.wish_for((self.region.id, page), goal);
     }
 
-    fn wish_for(&mut self, place: Place, goal: Goal) {
-        let (region, page) = place.parts();
-        if let Goal::Frame(frame) = goal
-            && region == self.region.id
-        {
-            self.last = Some((page, frame));
+    fn wish_for(&mut self, (region, page): (RegionId, PageIndex), goal: Goal) {
+        if let Goal::Frame(frame) = goal {
+            *self.planned.entry(frame).or_default() += 1;
+            if region == self.region.id {
+                self.last = Some((page, frame));
+            }
         }
         self.findings.wishes.push((region, Wish { page, goal }));
     }

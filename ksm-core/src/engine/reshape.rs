@@ -1,0 +1,95 @@
+//! Regions that are split or go in part.
+
+use super::Ksm;
+use crate::backend::{Backend, Memory};
+use crate::error::Error;
+use crate::page::{PageIndex, PageRange};
+use crate::region::{PageTable, Region, RegionId};
+
+impl<B: Backend> Ksm<B> {
+    /// Cuts a region in two, the second beginning with `page`: two regions with
+    /// leases of their own take its place, merged pages and pin guards as they
+    /// are. What was counted of it goes to the first.
+    ///
+    /// Waits for what is under way in the region: at most one window or run.
+    ///
+    /// # Errors
+    /// [`Error::NoRegion`]; [`Error::OutOfRange`] when `page` is its first page or
+    /// not in it; [`Error::Backend`]: the region is as it was.
+    pub fn split(&self, region: RegionId, page: PageIndex) -> Result<[RegionId; 2], Error> {
+        let whole = self.region_with(region, PageRange::one(page))?;
+        if page == PageIndex(0) {
+            return Err(Error::OutOfRange {
+                region,
+                range: PageRange::new(page, 0),
+                pages: whole.range().len(),
+            });
+        }
+        let _layout = self.layout_turn()?;
+        let guard = whole.lock()?;
+        if !self.layout.stands(&whole) {
+            return Err(Error::NoRegion(region));
+        }
+        let (first, rest) = guard.memory().split(page)?;
+        let mut table = std::mem::take(&mut *whole.pages());
+        let rest_of_table = table.split_off(page);
+        let part = |id, memory, at, table: PageTable| Region::part(&guard, id, memory, at, table);
+        let ids = self.layout.replace_region(region, |[first_id, rest_id]| {
+            let first = part(first_id, first, PageIndex(0), table);
+            *first.tally() = *whole.tally();
+            [first, part(rest_id, rest, page, rest_of_table)]
+        });
+        let linear = whole.linear_range();
+        let cut = whole.place(page).parts().1;
+        let parts = [
+            (PageRange { end: cut, ..linear }, ids[0]),
+            (
+                PageRange {
+                    start: cut,
+                    ..linear
+                },
+                ids[1],
+            ),
+        ];
+        whole.anon_vma.replace((linear, region), &parts);
+        guard.leave();
+        Ok(ids)
+    }
+
+    /// Takes the pages of `range` out of care: the region is split around them and
+    /// the part is [unregistered](Ksm::unregister). Returns the regions that are
+    /// left of it, in order. To shrink a region, take its end.
+    ///
+    /// # Errors
+    /// As [`Ksm::split`] and [`Ksm::unregister`]. The region may have been split
+    /// then, and is whole in its parts: see [`Ksm::regions_of`].
+    pub fn unregister_part(
+        &self,
+        region: RegionId,
+        range: PageRange,
+    ) -> Result<Vec<RegionId>, Error> {
+        let pages = self.region_with(region, range)?.range();
+        let mut left = Vec::new();
+        let mut middle = region;
+        if range.end < pages.end {
+            let [front, behind] = self.split(middle, range.end)?;
+            (middle, left) = (front, vec![behind]);
+        }
+        if range.start > pages.start {
+            let [before, part] = self.split(middle, range.start)?;
+            middle = part;
+            left.insert(0, before);
+        }
+        self.unregister(middle)?;
+        Ok(left)
+    }
+
+    /// The regions of an address space, in the order in which they came.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`].
+    pub fn regions_of(&self, space: crate::SpaceId) -> Result<Vec<RegionId>, Error> {
+        let regions = self.layout.regions_of(space)?;
+        Ok(regions.iter().map(|region| region.id).collect())
+    }
+}

@@ -1,0 +1,130 @@
+//! Walking the reverse map: from a frame to the pages that map it, through its
+//! rmap_items and the anon_vmas that they name (the kernel: `rmap_walk_ksm`).
+//!
+//! A walk looks up exactly the linear index of an item, so that it costs what
+//! there is to find, however many regions an anon_vma has. It takes no lease and
+//! holds no lock while it shows what it found, so what it shows may have changed
+//! by then: who acts on it takes the region's lease and looks again.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use crate::backend::Backend;
+use crate::domain::Domain;
+use crate::fingerprint::Fingerprint;
+use crate::layout::Layout;
+use crate::page::{FrameId, PageIndex, PageRange};
+use crate::region::{Class, Place, Region, RegionId, WalkCost};
+use crate::rmap::ItemId;
+
+/// How often an item is looked up again where regions were being replaced.
+const TRIES: u32 = 8;
+
+/// Which indexes of an anon_vma a walk looks at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// The one that the item names.
+    Exact,
+    /// All, and then compares: what the kernel did. To be compared with.
+    #[cfg(feature = "internals")]
+    Whole,
+}
+
+/// A walk over the pages that map one frame.
+#[derive(Debug)]
+pub(crate) struct Walk<'w, B: Backend> {
+    pub(crate) layout: &'w Layout<B>,
+    pub(crate) domain: &'w Domain<B>,
+    pub(crate) reach: Reach,
+}
+
+impl<B: Backend> Walk<'_, B> {
+    /// Shows the pages that map `frame` to `visit`, until it breaks. A region that
+    /// is split meanwhile may be shown as it was and as it is.
+    pub(crate) fn sharers(
+        &self,
+        frame: FrameId,
+        mut visit: impl FnMut(&Arc<Region<B>>, PageIndex) -> ControlFlow<()>,
+    ) -> WalkCost {
+        let mut cost = WalkCost::default();
+        let mut items = self.domain.items_of(frame).into_iter();
+        let _ = items.try_for_each(|item| self.pages_of(frame, item, &mut cost, &mut visit));
+        self.domain.note_walk(cost);
+        cost
+    }
+
+    fn pages_of(
+        &self,
+        frame: FrameId,
+        (item, place): (ItemId, Place),
+        cost: &mut WalkCost,
+        visit: &mut impl FnMut(&Arc<Region<B>>, PageIndex) -> ControlFlow<()>,
+    ) -> ControlFlow<()> {
+        let (anon_vma, pgoff) = place.parts();
+        let range = match self.reach {
+            Reach::Exact => PageRange::one(pgoff),
+            #[cfg(feature = "internals")]
+            Reach::Whole => PageRange::new(PageIndex(0), Place::MAX_PAGES),
+        };
+        let mut shown: Vec<RegionId> = Vec::new();
+        for _ in 0..TRIES {
+            // None where its last region has left meanwhile.
+            let Some(anon_vma) = self.domain.anon_vmas.get(anon_vma) else {
+                break;
+            };
+            let regions = self.layout.regions();
+            let (mut lost, mut done) = (false, ControlFlow::Continue(()));
+            cost.add(anon_vma.walk(range, |_, id| {
+                let Some(region) = regions.get(id) else {
+                    lost = true;
+                    return ControlFlow::Continue(());
+                };
+                let Some(page) = region.page_at(pgoff).filter(|_| !shown.contains(&id)) else {
+                    return ControlFlow::Continue(());
+                };
+                let record = region.pages().get(page);
+                if record.frame == Some(frame) && record.class == Class::Merged(item) {
+                    shown.push(id);
+                    done = visit(region, page);
+                }
+                done
+            }));
+            done?;
+            if !lost {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// A page at `place` that the last pass or this one found unshared and with
+    /// that fingerprint, in another region than `not`.
+    pub(crate) fn unshared_at(
+        &self,
+        place: Place,
+        fingerprint: Fingerprint,
+        not: Option<RegionId>,
+    ) -> Option<(RegionId, PageIndex)> {
+        let (anon_vma, pgoff) = place.parts();
+        let regions = self.layout.regions();
+        let mut found = None;
+        self.domain
+            .anon_vmas
+            .get(anon_vma)?
+            .walk(PageRange::one(pgoff), |_, id| {
+                let region = regions.get(id);
+                let page = region.and_then(|region| region.page_at(pgoff));
+                let Some((region, page)) = region.zip(page).filter(|_| not != Some(id)) else {
+                    return ControlFlow::Continue(());
+                };
+                let record = region.pages().get(page);
+                if record.class != Class::Unshared || record.fingerprint != Some(fingerprint) {
+                    return ControlFlow::Continue(());
+                }
+                found = Some((id, page));
+                ControlFlow::Break(())
+            });
+        found
+    }
+}
