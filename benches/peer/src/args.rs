@@ -43,7 +43,9 @@ pub(crate) enum Workload {
 ///
 /// Churners wait for one another, and for whoever merges, and so leave CPU time
 /// that threads which only burn it do not leave. Hence two controls: `burners` burn
-/// all that they get, `matched` as much as the churners of that side took.
+/// all that they get, `matched` as much as the churners of that side took. Either are
+/// a process of their own: in the one that is merged every change of a mapping would
+/// interrupt them.
 ///
 /// The ratio of a case is that of merge_seconds, ours to the kernel's. In the cases
 /// `.../contended-over-burners` and `.../contended-over-matched` it is the ratio of

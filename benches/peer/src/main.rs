@@ -26,7 +26,7 @@ const FAILED: u8 = 1;
 const CANNOT_RUN: u8 = 3;
 
 fn main() -> ExitCode {
-    if let Some(exit) = kernel_ksm::keeper::serve_if_asked() {
+    if let Some(exit) = kernel_ksm::keeper::serve_if_asked().or_else(churn::serve_if_asked) {
         return exit;
     }
     let args = Args::parse();

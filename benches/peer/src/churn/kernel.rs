@@ -52,6 +52,8 @@ impl<'h> Kernel<'h> {
         self.ksmd.start()?;
         let mut progress = Progress::default();
         loop {
+            // Of the passes that were finished when it was last asked.
+            let passes = count("full_scans")? - totals.full_scans;
             let sharing = count("pages_sharing")?;
             progress.seconds = began.elapsed();
             if sharing >= self.target {
@@ -62,10 +64,10 @@ impl<'h> Kernel<'h> {
                 progress.merged = sharing + count("pages_shared")?;
                 break;
             }
+            progress.passes = passes;
             sleep(GLANCE);
         }
         let totals = Totals::now()?.since(totals);
-        progress.passes = totals.full_scans;
         progress.pages_scanned = totals.pages_scanned;
         progress.scanner = Share::of(&ksmd)?.since(share);
         progress.cpu = cpu::of_process() - process + progress.scanner.ran;

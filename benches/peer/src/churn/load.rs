@@ -1,7 +1,6 @@
 //! What goes on beside the merging: nothing, threads that burn CPU time, or
 //! threads that change the layout of memory.
 
-use std::hint::black_box;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, Builder, ScopedJoinHandle, sleep};
@@ -10,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use clap::ValueEnum;
 
+use super::burners::Burners;
 use crate::cpu;
 use crate::figures::Figures;
 
@@ -19,11 +19,6 @@ const WARM_UP: Duration = Duration::from_millis(20);
 const AHEAD: Duration = Duration::from_millis(1);
 /// Layout changes a second by which the wait for one is measured under any load.
 const PROBES_PER_SECOND: f64 = 200.0;
-
-/// Multiplications in a row of a thread that burns: some tens of microseconds.
-const BURST: u32 = 20_000;
-/// Less than that cannot be kept to.
-const LEAST_DUTY: f64 = 0.01;
 
 /// A side, seen by those who change the layout of memory.
 pub(super) trait Hotplug: Sync {
@@ -36,11 +31,11 @@ pub(super) trait Hotplug: Sync {
 pub(crate) enum Load {
     /// Nothing
     Idle,
-    /// Threads that burn CPU time
+    /// A process whose threads burn all the CPU time that they get
     Burners,
     /// Threads that change the layout of memory
     Churners,
-    /// Threads that burn as much CPU time as the churners of that side took
+    /// The same, as much as the churners of that side took
     Matched,
 }
 
@@ -53,6 +48,25 @@ pub(super) struct Weight {
     pub(super) rate: Option<f64>,
     /// The part of its time that a matched burner burns.
     pub(super) duty: f64,
+}
+
+impl Weight {
+    fn burners(&self) -> anyhow::Result<Option<Burners>> {
+        let duty = match self.load {
+            Load::Idle | Load::Churners => return Ok(None),
+            Load::Burners => 1.0,
+            Load::Matched => self.duty,
+        };
+        Burners::start(self.threads, duty).map(Some)
+    }
+
+    /// Threads of this process.
+    const fn churners(&self) -> u32 {
+        match self.load {
+            Load::Churners => self.threads,
+            Load::Idle | Load::Burners | Load::Matched => 0,
+        }
+    }
 }
 
 /// What a thread of the load has done.
@@ -84,14 +98,18 @@ pub(super) fn beside(
         hotplug,
         stop: AtomicBool::new(false),
         words: AtomicU64::new(1),
-        begin: Barrier::new(weight.threads as usize + 2),
+        begin: Barrier::new(weight.churners() as usize + 2),
     };
+    let _burners = weight.burners()?;
     let per_thread = weight.rate.map(|rate| rate / f64::from(weight.threads));
     thread::scope(|scope| {
-        let threads: Vec<_> = (0..weight.threads)
+        let threads: Vec<_> = (0..weight.churners())
             .map(|_| {
-                let labour = || crew.labour(weight, per_thread);
-                named("load").spawn_scoped(scope, labour)
+                let churn = || {
+                    crew.begin.wait();
+                    crew.churn(per_thread)
+                };
+                named("churner").spawn_scoped(scope, churn)
             })
             .collect::<Result<_, _>>()?;
         let prober = named("prober").spawn_scoped(scope, || {
@@ -111,12 +129,12 @@ pub(super) fn beside(
         }
         let mut figures = worked?;
         figures.set("longest_probe_ms", milliseconds(probes.longest));
-        let cores = churn.cpu.as_secs_f64() / seconds;
-        figures.set("load_cpu_cores", cores);
         if weight.load == Load::Churners {
             #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
             figures.set("layout_changes_per_second", churn.count as f64 / seconds);
             figures.set("longest_change_ms", milliseconds(churn.longest));
+            let cores = churn.cpu.as_secs_f64() / seconds;
+            figures.set("churners_cpu_cores", cores);
         }
         Ok(figures)
     })
@@ -145,40 +163,9 @@ struct Crew<'a> {
 }
 
 impl Crew<'_> {
-    fn labour(&self, weight: Weight, rate: Option<f64>) -> anyhow::Result<Changes> {
-        self.begin.wait();
-        let cpu = cpu::of_thread();
-        let changes = match weight.load {
-            Load::Idle => Changes::default(),
-            Load::Burners => self.burn(1.0),
-            Load::Matched => self.burn(weight.duty),
-            Load::Churners => self.churn(rate)?,
-        };
-        Ok(Changes {
-            cpu: cpu::of_thread() - cpu,
-            ..changes
-        })
-    }
-
-    /// Burns so much of its time.
-    fn burn(&self, duty: f64) -> Changes {
-        let (began, cpu) = (Instant::now(), cpu::of_thread());
-        let mut x = 1_u64;
-        while !self.stop.load(Ordering::Relaxed) {
-            for _ in 0..BURST {
-                x = black_box(x.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            }
-            if duty < 1.0 {
-                let due = (cpu::of_thread() - cpu).div_f64(duty.max(LEAST_DUTY));
-                sleep(due.saturating_sub(began.elapsed()));
-            }
-        }
-        Changes::default()
-    }
-
     /// Changes the layout, so many times a second: who falls behind catches up.
     fn churn(&self, rate: Option<f64>) -> anyhow::Result<Changes> {
-        let began = Instant::now();
+        let (began, cpu) = (Instant::now(), cpu::of_thread());
         let mut changes = Changes::default();
         while !self.stop.load(Ordering::Relaxed) {
             let start = Instant::now();
@@ -198,6 +185,7 @@ impl Crew<'_> {
                 }
             }
         }
+        changes.cpu = cpu::of_thread() - cpu;
         Ok(changes)
     }
 }

@@ -1,5 +1,6 @@
 //! `peer churn`: merging beside threads that change the layout of memory.
 
+mod burners;
 mod kernel;
 mod load;
 mod ours;
@@ -18,6 +19,7 @@ use crate::figures::{Figures, Line, Printer, name_of};
 use crate::host::Host;
 use crate::memory::Memory;
 use crate::oracle;
+pub(crate) use burners::serve_if_asked;
 use kernel::Kernel;
 pub(crate) use load::Load;
 use load::{Hotplug, Weight};
@@ -66,7 +68,7 @@ trait Merging: Hotplug {
 struct Progress {
     seconds: Duration,
     merged: u64,
-    /// Passes that were finished before everything was merged.
+    /// Passes that were finished before the one in which everything was merged.
     passes: u64,
     pages_scanned: u64,
     /// Times that a region was put off or left out.
@@ -187,7 +189,7 @@ impl Bench<'_> {
         let mut runs = vec![Vec::new(); whos.len()];
         for _ in 0..self.repeat {
             for (at, &who) in whos.iter().enumerate() {
-                let cores = churners.get(at).map(|run| run.get("load_cpu_cores"));
+                let cores = churners.get(at).map(|run| run.get("churners_cpu_cores"));
                 let weight = Weight {
                     load,
                     threads: self.args.threads,

@@ -10,11 +10,9 @@ use super::load::Hotplug;
 use super::{CHURN_PAGES, Merging, Progress};
 use crate::cpu::{self, Share};
 use crate::figures::Figures;
-use crate::host::Host;
+use crate::host::{Host, PAGES_TO_SCAN};
 use crate::memory::Memory;
 
-/// Pages that are scanned before it is asked whether everything is merged.
-const GLANCE_PAGES: u64 = 1024;
 /// The calling thread.
 const MYSELF: &str = "/proc/thread-self";
 
@@ -68,14 +66,14 @@ impl Merging for Ours {
         let began = Instant::now();
         let mut progress = Progress::default();
         loop {
-            let report = self.ksm.scan(GLANCE_PAGES)?;
+            let report = self.ksm.scan(PAGES_TO_SCAN)?;
             progress.pages_scanned += report.pages_scanned;
-            progress.passes += report.passes;
             progress.deferred += report.regions_deferred + report.regions_skipped;
             progress.merged = self.ksm.region_stats(self.region)?.ksm_merging_pages;
             if progress.merged == self.pages || began.elapsed() > limit {
                 break;
             }
+            progress.passes += report.passes;
         }
         progress.seconds = began.elapsed();
         progress.scanner = Share::of(MYSELF)?.since(share);
