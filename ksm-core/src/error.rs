@@ -64,7 +64,7 @@ pub enum RegisterError {
     },
     /// It is a private mapping of a file.
     #[error(
-        "guest memory at {address:#x} is a private mapping of a file: copy it to anonymous memory first"
+        "guest memory at {address:#x} is a private mapping of a file: take it over (Ksm::take_over), or copy it to anonymous memory first"
     )]
     PrivateFile {
         /// Host address of the offending mapping.

@@ -78,6 +78,20 @@ pub trait Backend: Send + Sync + 'static {
         source: Self::Source,
         options: RegionOptions,
     ) -> Result<Self::Memory, RegisterError>;
+
+    /// The same for memory that nobody uses yet and whose every page is replaced
+    /// ([`Memory::adopt`], [`Memory::vacate`]) before anybody does: it may be a
+    /// private mapping of a file.
+    ///
+    /// # Errors
+    /// As [`Backend::attach`].
+    fn attach_unused(
+        &self,
+        source: Self::Source,
+        options: RegionOptions,
+    ) -> Result<Self::Memory, RegisterError> {
+        self.attach(source, options)
+    }
 }
 
 /// What the embedder says of a region.

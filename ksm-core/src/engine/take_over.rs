@@ -74,7 +74,7 @@ impl<B: Backend> Ksm<B> {
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
         let domain = self.layout.domain_of(space)?;
-        let memory = self.backend.attach(source, options)?;
+        let memory = self.backend.attach_unused(source, options)?;
         let pages = memory.len();
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());

@@ -16,7 +16,7 @@ use super::source::HostRegion;
 use super::span::Span;
 use super::staging::Staging;
 use super::uffd::Mode;
-use super::vet::{Part, vet, vet_fresh};
+use super::vet::{Content, Part, vet, vet_fresh};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Memory, RegionOptions};
 use crate::error::{BackendError, MemfdFault, RegisterError};
@@ -28,6 +28,7 @@ impl LinuxMemory {
         host: Arc<Host>,
         source: HostRegion,
         options: RegionOptions,
+        content: Content,
     ) -> Result<Self, RegisterError> {
         let bytes = source.byte_len();
         let start = source
@@ -50,7 +51,7 @@ impl LinuxMemory {
         let parts = if source.take_fresh() && memfd.is_none() {
             vet_fresh(span)?
         } else {
-            vet(&host, span, memfd.as_ref())?
+            vet(&host, span, memfd.as_ref(), content)?
         };
         // From here on dropping it undoes what was done.
         let mut memory = Self {
@@ -68,7 +69,7 @@ impl LinuxMemory {
             anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         };
-        memory.take_over(address)?;
+        memory.take_over(address, content)?;
         memory.anchors = memory.drop_anchors();
         Ok(memory)
     }
@@ -76,12 +77,13 @@ impl LinuxMemory {
     /// Does what must be done to memory whose pages are write-protected in place,
     /// or put back one day. What is only moved out is touched when its first run is
     /// stopped: memory that is withdrawn before costs nothing.
-    fn take_over(&self, address: u64) -> Result<(), RegisterError> {
+    fn take_over(&self, address: u64, content: Content) -> Result<(), RegisterError> {
         if self.by_move && !self.options.dma_guarded {
             return Ok(());
         }
         self.touch()?;
-        if self.by_move {
+        // What is put in place of unused pages is registered there.
+        if self.by_move || content == Content::Unused && self.memfd.is_none() {
             return Ok(());
         }
         let registered = self.host.uffd.register(self.span, Mode::WriteProtect);

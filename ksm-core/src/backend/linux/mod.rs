@@ -76,6 +76,7 @@ pub use store::LinuxStore;
 use super::{Backend, RegionOptions};
 use crate::error::{BackendError, RegisterError};
 use caps::{Host, Stops};
+use vet::Content;
 
 /// The system calls that are made to open a backend, besides [`SYSTEM_CALLS`],
 /// by their names on x86-64.
@@ -208,7 +209,15 @@ impl Backend for LinuxBackend {
         source: HostRegion,
         options: RegionOptions,
     ) -> Result<LinuxMemory, RegisterError> {
-        LinuxMemory::attach(Arc::clone(&self.host), source, options)
+        LinuxMemory::attach(Arc::clone(&self.host), source, options, Content::Live)
+    }
+
+    fn attach_unused(
+        &self,
+        source: HostRegion,
+        options: RegionOptions,
+    ) -> Result<LinuxMemory, RegisterError> {
+        LinuxMemory::attach(Arc::clone(&self.host), source, options, Content::Unused)
     }
 }
 

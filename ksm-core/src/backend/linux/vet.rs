@@ -22,6 +22,15 @@ pub(super) struct Part {
     pub(super) attributes: Attributes,
 }
 
+/// What becomes of the pages of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// They are stopped and merged, as they are.
+    Live,
+    /// All are replaced before anybody uses them.
+    Unused,
+}
+
 /// What the mapping of `span` carries, which is fresh: see
 /// [`HostRegion::map`](super::HostRegion::map).
 pub(super) fn vet_fresh(span: Span) -> Result<Vec<Part>, RegisterError> {
@@ -51,6 +60,7 @@ pub(super) fn vet(
     host: &Host,
     span: Span,
     memfd: Option<&Memfd>,
+    content: Content,
 ) -> Result<Vec<Part>, RegisterError> {
     let (start, end) = (span.address(), span.address() + span.bytes());
     if memory_merge_enabled()? {
@@ -64,7 +74,7 @@ pub(super) fn vet(
     let mut verdict = Ok(());
     let read = host.smaps.each(|map| {
         if map.end > start && map.start < end && verdict.is_ok() {
-            verdict = vet_one(map, at, start, memfd).map(|attributes| {
+            verdict = vet_one(map, at, start, memfd, content).map(|attributes| {
                 let upto = map.end.min(end);
                 parts.push(Part {
                     range: PageRange::new(PageIndex(pages_in(at - start)), pages_in(upto - at)),
@@ -97,6 +107,7 @@ fn vet_one(
     at: u64,
     start: u64,
     memfd: Option<&Memfd>,
+    content: Content,
 ) -> Result<Attributes, RegisterError> {
     if map.start > at {
         return Err(RegisterError::NotMapped { address: at });
@@ -105,7 +116,7 @@ fn vet_one(
         return Err(RegisterError::HugeTlb { address: at });
     }
     match memfd {
-        None => vet_anonymous(map, at)?,
+        None => vet_private(map, at, content)?,
         Some(memfd) => memfd.vet(map, at, at - start)?,
     }
     vet_mapping(map, at)?;
@@ -130,11 +141,12 @@ fn vet_mapping(map: &Mapping, address: u64) -> Result<(), RegisterError> {
     Ok(())
 }
 
-fn vet_anonymous(map: &Mapping, address: u64) -> Result<(), RegisterError> {
+fn vet_private(map: &Mapping, address: u64, content: Content) -> Result<(), RegisterError> {
     if map.shared {
         return Err(RegisterError::Shared { address });
     }
-    if map.inode != 0 {
+    // Writes to such a page cannot be stopped (design fact 16).
+    if map.inode != 0 && content == Content::Live {
         return Err(RegisterError::PrivateFile { address });
     }
     Ok(())
