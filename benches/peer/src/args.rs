@@ -4,6 +4,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 
 use crate::churn::{Load, Policy};
 use crate::content::Order;
+use crate::rmap;
 use crate::unmerge::Case;
 
 /// Runs a workload on both sides, ours and the kernel's KSM, in the same run, and
@@ -31,8 +32,12 @@ pub(crate) struct Args {
 pub(crate) enum Workload {
     /// Merging 32 MiB while threads add and withdraw regions of 256 MiB
     Churn(ChurnArgs),
+    /// From a frame to the pages that map it
+    Rmap(RmapArgs),
     /// Giving merged pages copies of their own
     Unmerge(UnmergeArgs),
+    /// Cloning a guest
+    Fork(ForkArgs),
 }
 
 /// Time until 8192 pages, 2048 contents four times each, are all merged, alone,
@@ -86,6 +91,52 @@ pub(crate) struct ChurnArgs {
     pub(crate) mergeable_churn: bool,
 
     /// Once each, for a look at whether it works
+    #[arg(long)]
+    pub(crate) quick: bool,
+}
+
+/// Walks from a frame to the pages that map it, where one of them is in a region with
+/// very many others in its anon_vma: exactly at its linear index, and over the whole
+/// index space, as the kernel walked.
+///
+/// The ratio is that of the two times, exact to whole. The kernel's own walk has no
+/// door by which to call it, and so no figures. The exact walk must visit as many
+/// intervals as there are pages that map the frame.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct RmapArgs {
+    /// Pages of the region, and regions that it is cut into
+    #[arg(long, default_value_t = 22_169)]
+    pub(crate) intervals: usize,
+
+    /// Clones
+    #[arg(long, default_value_t = 200)]
+    pub(crate) forks: usize,
+
+    /// What becomes of the region first
+    #[arg(long, value_enum, value_delimiter = ',', default_values = ["split", "moved", "forks"])]
+    pub(crate) cases: Vec<rmap::Case>,
+
+    /// Smaller, for a look at whether it works
+    #[arg(long)]
+    pub(crate) quick: bool,
+}
+
+/// Clones of a guest, and of one restored from a snapshot file, against copying it and
+/// against mapping the file privately.
+///
+/// The ratio is that of clone_ms, ours to the time of copying. What the guest and its
+/// clones write afterwards must not meet.
+#[derive(Clone, Debug, ClapArgs)]
+pub(crate) struct ForkArgs {
+    /// The guest's memory, in MiB
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) mib: usize,
+
+    /// Clones
+    #[arg(long, default_value_t = 5, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..))]
+    pub(crate) clones: usize,
+
+    /// A small guest, for a look at whether it works
     #[arg(long)]
     pub(crate) quick: bool,
 }

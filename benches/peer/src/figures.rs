@@ -23,6 +23,12 @@ impl Figures {
         self.0.insert(name.into(), value);
     }
 
+    /// Adds all of `others`.
+    pub(crate) fn extend(&mut self, others: &Self) {
+        let others = others.0.iter().map(|(name, value)| (name.clone(), *value));
+        self.0.extend(others);
+    }
+
     /// One that there must be.
     pub(crate) fn get(&self, name: &str) -> f64 {
         self.0.get(name).copied().unwrap_or(f64::NAN)

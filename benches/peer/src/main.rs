@@ -6,10 +6,13 @@ mod args;
 mod churn;
 mod content;
 mod cpu;
+mod engine;
 mod figures;
+mod fork;
 mod host;
 mod memory;
 mod oracle;
+mod rmap;
 mod unmerge;
 
 use std::process::ExitCode;
@@ -22,25 +25,18 @@ use crate::host::Host;
 
 /// Something that must hold did not.
 const FAILED: u8 = 1;
-/// Nothing can run on this host.
-const CANNOT_RUN: u8 = 3;
 
 fn main() -> ExitCode {
     if let Some(exit) = kernel_ksm::keeper::serve_if_asked().or_else(churn::serve_if_asked) {
         return exit;
     }
     let args = Args::parse();
-    let host = match Host::take() {
-        Ok(host) => host,
-        Err(error) => {
-            eprintln!("peer: {error:#}");
-            return ExitCode::from(CANNOT_RUN);
-        }
-    };
     let printer = Printer::new(args.json);
     let done = match &args.workload {
-        Workload::Churn(options) => churn::run(&host, options, &printer),
-        Workload::Unmerge(options) => unmerge::run(&host, options, &printer),
+        Workload::Churn(options) => with_ksmd(|host| churn::run(host, options, &printer)),
+        Workload::Rmap(options) => rmap::run(options, &printer),
+        Workload::Unmerge(options) => with_ksmd(|host| unmerge::run(host, options, &printer)),
+        Workload::Fork(options) => fork::run(options, &printer),
     };
     match done {
         Ok(complaints) if complaints.is_empty() => ExitCode::SUCCESS,
@@ -55,4 +51,11 @@ fn main() -> ExitCode {
             ExitCode::from(FAILED)
         }
     }
+}
+
+/// Runs what has a side that is the kernel's KSM.
+fn with_ksmd(
+    run: impl FnOnce(&Host) -> anyhow::Result<Vec<String>>,
+) -> anyhow::Result<Vec<String>> {
+    run(&Host::take()?)
 }

@@ -2,12 +2,16 @@
 //! this program.
 #![allow(unsafe_code)]
 
+use std::fs::File;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use ksm_core::PAGE_SIZE;
-use rustix::mm::{Advice, madvise};
-use vm_memory::{Bytes as _, GuestAddress, GuestRegionMmap, MemoryRegionAddress, MmapRegion};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{
+    Bytes as _, FileOffset, GuestAddress, GuestRegionMmap, MemoryRegionAddress, MmapRegion,
+};
 
 /// Private anonymous memory (`MAP_NORESERVE`), unmapped when the last clone of it
 /// goes.
@@ -21,6 +25,23 @@ impl Memory {
     /// Maps so many pages.
     pub(crate) fn map(pages: usize) -> anyhow::Result<Self> {
         let mapping = MmapRegion::new(pages * PAGE_SIZE).context("mmap")?;
+        Self::of(mapping, pages)
+    }
+
+    /// Maps the first pages of a file privately.
+    pub(crate) fn map_private(file: &File, pages: usize) -> anyhow::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let mapping = MmapRegionBuilder::new(pages * PAGE_SIZE)
+            .with_file_offset(FileOffset::new(file.try_clone()?, 0))
+            .with_mmap_prot(protection.bits().cast_signed())
+            .with_mmap_flags(flags.bits().cast_signed())
+            .build()
+            .context("mmap of a file")?;
+        Self::of(mapping, pages)
+    }
+
+    fn of(mapping: MmapRegion, pages: usize) -> anyhow::Result<Self> {
         let region = GuestRegionMmap::new(mapping, GuestAddress(0));
         let region = region.context("the memory does not fit into a guest")?;
         Ok(Self {
