@@ -13,9 +13,6 @@ use crate::region::{Class, Region, RegionGuard};
 use crate::rmap::ItemId;
 use crate::unshare;
 
-/// Pages that are cloned under one hold of the parent's lease.
-pub(crate) const CHUNK_PAGES: u64 = 1 << 16;
-
 /// A clone that is being made: nobody knows of it yet, and if it is dropped
 /// before it is [ready](Nursling::ready) it leaves nothing behind.
 #[derive(Debug)]
@@ -77,15 +74,14 @@ impl<B: Backend> Nursling<B> {
         let merged = merged_pages(parent, range);
         self.map(parent, &merged)?;
         let mut merged = merged.iter().map(|&(page, ..)| page).peekable();
-        let mut occupied = Vec::new();
-        parent.memory().occupied(range, &mut occupied)?;
-        let own = occupied
-            .iter()
-            .flat_map(|range| range.iter())
-            .filter(|&page| {
-                while merged.next_if(|&merged| merged < page).is_some() {}
-                merged.peek() != Some(&page)
-            });
+        let shown = runs.iter().filter(|run| run.state != PageState::Zero);
+        let mut own: Vec<_> = shown.map(|run| run.range).collect();
+        own.extend(parent.memory().hidden(range, &runs));
+        own.sort_unstable_by_key(|range| range.start);
+        let own = own.iter().flat_map(|range| range.iter()).filter(|&page| {
+            while merged.next_if(|&merged| merged < page).is_some() {}
+            merged.peek() != Some(&page)
+        });
         self.copy(parent, own)
     }
 

@@ -19,8 +19,8 @@ pub(crate) struct Sharing {
     plans: u64,
     /// Blocks of equal frames, by their first number.
     pub(crate) blocks: HashMap<FrameId, Block>,
-    /// How many were made.
-    blocks_made: u64,
+    /// The frames of each content that has, or had, more than one.
+    equals: HashMap<Fingerprint, Vec<FrameId>>,
 }
 
 /// Frames in a row that hold one content, so that a stretch of pages of that
@@ -30,10 +30,6 @@ pub(crate) struct Sharing {
 pub(crate) struct Block {
     /// How many of its numbers have a node.
     pub(crate) nodes: u32,
-    /// The frame that the content had before.
-    pub(crate) original: FrameId,
-    /// How many blocks had been made before.
-    pub(crate) made: u64,
 }
 
 /// Whose frames they are that no page maps yet: those of the plan of that number,
@@ -63,17 +59,10 @@ impl Sharing {
         self.make_loose(frame, planner);
     }
 
-    /// A block for a content that has the frame `original` already. It is empty:
-    /// to be given back, or filled.
-    pub(crate) fn add_block(&mut self, original: FrameId) -> Option<FrameId> {
+    /// An empty block: to be given back, or filled.
+    pub(crate) fn add_block(&mut self) -> Option<FrameId> {
         let first = self.frames.allot_block()?;
-        let block = Block {
-            nodes: 0,
-            original,
-            made: self.blocks_made,
-        };
-        self.blocks_made += 1;
-        self.blocks.insert(first, block);
+        self.blocks.insert(first, Block { nodes: 0 });
         Some(first)
     }
 
@@ -101,6 +90,12 @@ impl Sharing {
             return;
         };
         self.rmap.remove_node(frame);
+        if let Some(equals) = self.equals.get_mut(&node.fingerprint) {
+            equals.retain(|equal| *equal != frame);
+            if equals.is_empty() {
+                self.equals.remove(&node.fingerprint);
+            }
+        }
         if node.in_block {
             let first = block_of(frame);
             if let Some(block) = self.blocks.get_mut(&first) {
@@ -125,28 +120,20 @@ impl Sharing {
         }
     }
 
-    /// Another live frame of the content of `frame`, which is one of a block: of
-    /// that block, or of those that the content had before.
-    pub(crate) fn heir(&self, frame: FrameId, node: &StableNode) -> Option<FrameId> {
-        let is_heir = |heir: FrameId| {
-            let heir = self.rmap.node(heir);
-            heir.is_some_and(|heir| heir.live && heir.fingerprint == node.fingerprint)
-        };
-        let mut first = block_of(frame);
-        let mut block = self.blocks.get(&first).filter(|_| node.in_block)?;
-        loop {
-            let siblings = (0..BLOCK).map(|number| first.plus(number));
-            let heir = siblings.chain([block.original]).find(|&heir| is_heir(heir));
-            if heir.is_some() {
-                return heir;
+    /// Notes that `copy` is to hold what `frame` holds.
+    pub(crate) fn note_copy(&mut self, fingerprint: Fingerprint, frame: FrameId, copy: FrameId) {
+        let equals = self.equals.entry(fingerprint).or_default();
+        for frame in [frame, copy] {
+            if !equals.contains(&frame) {
+                equals.push(frame);
             }
-            // Blocks come and go, and numbers with them: each is older than the
-            // one that names it, or the chain ends.
-            let older = self.blocks.get(&block_of(block.original))?;
-            if older.made >= block.made {
-                return None;
-            }
-            (first, block) = (block_of(block.original), older);
         }
+    }
+
+    /// Another live frame of the content of one that is not live any more.
+    pub(crate) fn heir(&self, node: &StableNode) -> Option<FrameId> {
+        let is_live = |heir: &&FrameId| self.rmap.node(**heir).is_some_and(|heir| heir.live);
+        let equals = self.equals.get(&node.fingerprint)?;
+        equals.iter().find(is_live).copied()
     }
 }

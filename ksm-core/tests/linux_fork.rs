@@ -1,6 +1,7 @@
 //! Clones, moves, splits and restored snapshots on real memory, with threads that
 //! write as vCPUs do and a pass that goes on all the while.
 #![cfg(feature = "linux")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 mod linux_common;
 

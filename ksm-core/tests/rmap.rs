@@ -13,6 +13,17 @@ struct World {
 
 /// Guests of which each has the pages that `contents` gives, by page.
 fn world(config: Config, guests: usize, pages: u64, content: impl Fn(usize, u64) -> u64) -> World {
+    let guarded = RegionOptions { dma_guarded: true };
+    world_of(guarded, config, guests, pages, content)
+}
+
+fn world_of(
+    options: RegionOptions,
+    config: Config,
+    guests: usize,
+    pages: u64,
+    content: impl Fn(usize, u64) -> u64,
+) -> World {
     let sim = SimBackend::new(SimConfig::default());
     let ksm = Ksm::new(sim.clone(), config).unwrap();
     let domain = ksm.create_domain().unwrap();
@@ -28,7 +39,6 @@ fn world(config: Config, guests: usize, pages: u64, content: impl Fn(usize, u64)
             guest.write(PageIndex(page), &pattern(content(number, page)));
         }
         let space = world.ksm.create_space(domain).unwrap();
-        let options = RegionOptions { dma_guarded: true };
         let region = world.ksm.register(space, guest.clone(), options).unwrap();
         world.spaces.push(space);
         world.regions.push(region);
@@ -117,6 +127,44 @@ fn a_frame_can_be_taken_from_all_who_share_it() {
     }
     let again = world.ksm.unshare_frame(world.regions[3], PageIndex(2));
     assert_eq!(again.unwrap(), 0);
+}
+
+/// What compaction is made of: all who share a frame go with it, and the place that
+/// it leaves is free.
+#[test]
+fn a_frame_moves_with_all_who_share_it() {
+    let world = world(Config::default(), 5, 8, |_, page| page + 1);
+    world.passes(2);
+    let bytes = world.ksm.store_bytes().unwrap();
+    let sharers = world.sharers(3, 2);
+    let moved = world.ksm.move_frame(world.regions[3], PageIndex(2));
+    assert_eq!(moved.unwrap(), 5);
+    world.ksm.check().unwrap();
+    assert_eq!(world.sharers(3, 2), sharers);
+    assert_eq!(world.ksm.store_bytes().unwrap(), bytes);
+    // Its neighbours' run is cut: the frame is another one.
+    let vmas = |guest: usize| world.ksm.region_stats(world.regions[guest]).unwrap().vmas;
+    assert_eq!(vmas(0), 2);
+    // Whoever comes is merged with the frame where it is now.
+    world.guests[0].write(PageIndex(5), &pattern(3));
+    world.passes(2);
+    assert_eq!(world.sharers(3, 2).len(), 6);
+    for guest in &world.guests {
+        assert_eq!(guest.read(PageIndex(2)), *pattern(3));
+    }
+}
+
+/// Where nobody may be moved the frame stays, and is found as before.
+#[test]
+fn a_frame_that_nobody_moves_with_stays() {
+    let options = RegionOptions { dma_guarded: false };
+    let world = world_of(options, Config::default(), 2, 4, |_, page| page + 1);
+    world.passes(2);
+    let moved = world.ksm.move_frame(world.regions[0], PageIndex(1));
+    assert_eq!(moved.unwrap(), 0);
+    world.ksm.check().unwrap();
+    assert_eq!(world.ksm.stats().stable_node_dups, 0);
+    assert_eq!(world.sharers(0, 1).len(), 2);
 }
 
 /// No walk is unbounded: a content that very many pages have gets a chain of

@@ -17,7 +17,12 @@ struct World {
 
 fn world() -> World {
     let sim = SimBackend::new(SimConfig::default());
-    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    // Small windows, so that clones are made in several steps.
+    let config = Config {
+        window_pages: 1,
+        ..Config::default()
+    };
+    let ksm = Ksm::new(sim.clone(), config).unwrap();
     let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
     World { sim, ksm, space }
 }

@@ -256,24 +256,12 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
         runs: &mut Vec<PageRun>,
     ) -> Result<PageIndex, BackendError>;
 
-    /// Appends the pages of `within` that may hold bytes, swapped ones among them,
-    /// in order: all others read as zeros, or as the frames that they are merged
-    /// with. Fills no hole.
-    ///
-    /// # Errors
-    /// When the page map cannot be read.
-    fn occupied(
-        &self,
-        within: PageRange,
-        occupied: &mut Vec<PageRange>,
-    ) -> Result<(), BackendError> {
-        let (mut rest, mut runs) = (within, Vec::new());
-        while !rest.is_empty() {
-            rest.start = self.populated(rest, rest.len(), &mut runs)?;
-        }
-        let bytes = runs.iter().filter(|run| run.state != PageState::Zero);
-        occupied.extend(bytes.map(|run| run.range));
-        Ok(())
+    /// The pages of `within` that hold bytes of their own though
+    /// [`Memory::populated`] does not say so: those of a file that are swapped
+    /// out. `runs` is what that said of `within`. In order.
+    fn hidden(&self, within: PageRange, runs: &[PageRun]) -> Vec<PageRange> {
+        let _ = (within, runs);
+        Vec::new()
     }
 
     /// Copies a page as the guest sees it now. The copy may be torn: the guest

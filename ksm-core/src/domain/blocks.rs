@@ -68,7 +68,7 @@ impl<B: Backend> Plan<'_, B> {
         let first = {
             let mut sharing = self.domain.sharing.lock();
             sharing.rmap.node(frame).filter(|node| node.live)?;
-            sharing.add_block(frame)?
+            sharing.add_block()?
         };
         let replica = self.replica(frame, first);
         match replica {
@@ -79,7 +79,7 @@ impl<B: Backend> Plan<'_, B> {
     }
 
     /// Whoever looks for the content of `frame`, a live one, finds it from here on.
-    fn stand_for(&self, frame: FrameId) {
+    pub(super) fn stand_for(&self, frame: FrameId) {
         let mut buf = PageBuf::zeroed();
         if self.domain.store.read(frame, &mut buf).is_err() {
             return;
@@ -130,6 +130,7 @@ impl<B: Backend> Plan<'_, B> {
             }
             let node = sharing.rmap.node(from).copied()?;
             sharing.add_loose(to, node.fingerprint, true, self.planner);
+            sharing.note_copy(node.fingerprint, from, to);
             node.fingerprint
         };
         let mut buf = PageBuf::zeroed();

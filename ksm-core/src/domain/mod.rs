@@ -223,7 +223,7 @@ impl<B: Backend> Domain<B> {
         sharing.rmap.set_live(frame, false);
         if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
             self.stable.remove(node.fingerprint, &digest);
-            if let Some(heir) = sharing.heir(frame, node) {
+            if let Some(heir) = sharing.heir(node) {
                 self.stable.insert(node.fingerprint, digest, heir);
             }
         }

@@ -49,6 +49,32 @@ impl<B: Backend> Plan<'_, B> {
         Ok(other.unwrap_or(frame))
     }
 
+    /// Another frame of the content of `frame`, which later pages of it are to
+    /// find. `None` where there is none to be had.
+    pub(crate) fn copy_of(&self, frame: FrameId) -> Option<FrameId> {
+        let fingerprint = {
+            let sharing = self.domain.sharing.lock();
+            let node = sharing.rmap.node(frame)?;
+            node.live.then_some(node.fingerprint)?
+        };
+        let mut buf = PageBuf::zeroed();
+        self.domain.store.read(frame, &mut buf).ok()?;
+        // It may have been given back meanwhile.
+        if self.domain.keys.fingerprint(&buf) != fingerprint {
+            return None;
+        }
+        let copy = {
+            let mut sharing = self.domain.sharing.lock();
+            let copy = sharing.frames.allot(None)?;
+            sharing.add_loose(copy, fingerprint, false, self.planner);
+            sharing.note_copy(fingerprint, frame, copy);
+            copy
+        };
+        self.fill(copy, &buf).ok()?;
+        self.stand_for(copy);
+        Some(copy)
+    }
+
     /// Fills a frame that was just allotted, so that pages may come to map it.
     pub(super) fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
         self.domain.store.reserve(FrameRange::one(frame))?;

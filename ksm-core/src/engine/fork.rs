@@ -5,13 +5,17 @@ use std::sync::Arc;
 use super::Ksm;
 use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory, RegionOptions};
-use crate::clone::{CHUNK_PAGES, Nursling};
+use crate::clone::Nursling;
 use crate::error::{Error, RegisterError};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
 use crate::unshare;
+
+/// How many windows are cloned under one hold of the parent's lease: to look at a
+/// page for that costs little.
+const CLONE_WINDOWS: u64 = 8;
 
 impl<B: Backend> Ksm<B> {
     /// Registers `source`, memory as long as the region `parent` that nobody uses
@@ -46,17 +50,23 @@ impl<B: Backend> Ksm<B> {
         let parent = self.layout.region(parent)?;
         let clone = self.nursling(&parent, space, source, options)?;
         self.freeze(&parent)?;
-        let mut last = None;
-        for chunk in parent.range().chunks(CHUNK_PAGES) {
+        let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
+        loop {
             let _layout = self.layout_turn()?;
             let guard = parent.lock()?;
-            clone.take(&guard, chunk)?;
-            last = Some(guard);
+            if let Some(chunk) = chunks.next() {
+                clone.take(&guard, chunk)?;
+            }
+            if chunks.peek().is_none() {
+                // Under the lease: before the parent can leave with its anon_vma.
+                return Ok(self.publish(clone.ready()));
+            }
         }
-        // Published before the parent can leave with the anon_vma.
-        let id = self.publish(clone.ready());
-        drop(last);
-        Ok(id)
+    }
+
+    /// Pages that are cloned under one hold of the parent's lease.
+    fn clone_pages(&self) -> u64 {
+        u64::from(self.config.window_pages) * CLONE_WINDOWS
     }
 
     /// Moves a region to `source`, memory as long that nobody uses yet and that
@@ -91,7 +101,7 @@ impl<B: Backend> Ksm<B> {
         if !self.layout.stands(old) {
             return Err(Error::NoRegion(old.id));
         }
-        for chunk in old.range().chunks(CHUNK_PAGES) {
+        for chunk in old.range().chunks(self.clone_pages()) {
             new.take(&guard, chunk)?;
         }
         let id = self.publish(new.ready());

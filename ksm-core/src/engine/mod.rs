@@ -3,6 +3,7 @@
 
 mod fork;
 mod give_back;
+mod move_frame;
 mod pass;
 mod pin;
 mod quiesce;

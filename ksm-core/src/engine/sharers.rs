@@ -162,7 +162,8 @@ impl<B: Backend> Ksm<B> {
     }
 }
 
-fn merged_frame<B: Backend>(region: &Region<B>, page: PageIndex) -> Option<FrameId> {
+/// The frame that a page maps as shared.
+pub(super) fn merged_frame<B: Backend>(region: &Region<B>, page: PageIndex) -> Option<FrameId> {
     let record = region.pages().get(page);
     let merged = matches!(record.class, Class::Merged(_));
     record.frame.filter(|_| merged)

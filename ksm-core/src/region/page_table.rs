@@ -104,9 +104,13 @@ impl Packed {
         }
     }
 
+    const fn is_merged(&self) -> bool {
+        self.tag < Self::NO_ITEM
+    }
+
     fn unpack(self) -> Record {
         let [outcome, age, class, _] = self.tag.to_le_bytes();
-        let merged = self.tag < Self::NO_ITEM;
+        let merged = self.is_merged();
         Record {
             fingerprint: (self.fingerprint != 0).then_some(Fingerprint(self.fingerprint)),
             frame: (self.frame != Self::NO_FRAME).then_some(FrameId(self.frame)),
@@ -267,6 +271,24 @@ impl PageTable {
             let whole = PageRange::new(PageIndex(chunk * CHUNK_PAGES), CHUNK_PAGES);
             whole.intersection(range) != whole
         });
+    }
+
+    /// How many of the first pages of `range` are merged.
+    pub(crate) fn merged_from(&self, range: PageRange) -> u64 {
+        let mut merged = 0;
+        while merged < range.len() {
+            let (chunk, slot) = Self::place(range.start.plus(merged));
+            let Some(records) = self.chunks.get(&chunk) else {
+                break;
+            };
+            let records = records[slot..].iter();
+            let here = records.take_while(|record| record.is_merged()).count();
+            merged += here as u64;
+            if slot + here < CHUNK_LEN {
+                break;
+            }
+        }
+        merged.min(range.len())
     }
 
     /// Takes over the records of `range` from `other`, whose pages are numbered
@@ -432,6 +454,18 @@ mod tests {
             table.set(PageIndex(page), merged(frame));
             assert_eq!(table.seams(), seams);
         }
+    }
+
+    #[test]
+    fn merged_pages_are_counted_across_chunks() {
+        let mut table = PageTable::new(3000);
+        for page in 500..1200 {
+            table.set(PageIndex(page), merged(1));
+        }
+        table.update(PageIndex(1100), |record| record.class = Class::Volatile);
+        let from = |start, len| table.merged_from(PageRange::new(PageIndex(start), len));
+        assert_eq!((from(500, 10), from(500, 2000), from(499, 5)), (10, 600, 0));
+        assert_eq!((from(1101, 2000), from(1023, 2), from(2000, 5)), (99, 2, 0));
     }
 
     #[test]

@@ -31,8 +31,19 @@ impl<B: Backend> Window<'_, '_, B> {
     pub(super) fn look(&mut self, runs: &[PageRun]) -> Vec<PageIndex> {
         let mut candidates = Vec::new();
         for run in runs {
-            for page in run.range.iter() {
-                self.findings.scanned += 1;
+            self.findings.scanned += run.range.len();
+            let mut rest = run.range;
+            while let Some(page) = rest.iter().next() {
+                if run.state == PageState::File {
+                    // Most pages, once all is merged: there is nothing to note.
+                    let merged = self.region.pages().merged_from(rest);
+                    self.findings.outcomes[Outcome::Unchanged] += merged;
+                    rest.start = page.plus(merged);
+                    if merged > 0 {
+                        continue;
+                    }
+                }
+                rest.start = page.plus(1);
                 match self.look_at(page, run.state) {
                     Some(outcome) => self.done(page, outcome),
                     None => candidates.push(page),

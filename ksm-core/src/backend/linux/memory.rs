@@ -186,24 +186,9 @@ impl Memory for LinuxMemory {
         self.scan_page_map(PageRange { start, end }, max_pages, runs)
     }
 
-    fn occupied(
-        &self,
-        within: PageRange,
-        occupied: &mut Vec<PageRange>,
-    ) -> Result<(), BackendError> {
-        let (mut rest, mut runs) = (within, Vec::new());
-        while !rest.is_empty() {
-            rest.start = self.scan_page_map(rest, rest.len(), &mut runs)?;
-        }
-        let first = occupied.len();
-        if let Some(memfd) = &self.memfd {
-            // What it holds and no page table has, in swap or not.
-            occupied.extend(memfd.hidden(within, u64::MAX, &runs));
-        }
-        runs.retain(|run| run.state != PageState::Zero);
-        occupied.extend(runs.iter().map(|run| run.range));
-        occupied[first..].sort_unstable_by_key(|range| range.start);
-        Ok(())
+    fn hidden(&self, within: PageRange, runs: &[PageRun]) -> Vec<PageRange> {
+        let memfd = self.memfd.as_ref();
+        memfd.map_or_else(Vec::new, |memfd| memfd.hidden(within, u64::MAX, runs))
     }
 
     fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {

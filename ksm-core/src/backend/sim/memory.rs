@@ -116,24 +116,16 @@ impl Memory for SimMemory {
         Ok(PageIndex(next.0 - self.first))
     }
 
-    fn occupied(
-        &self,
-        within: PageRange,
-        occupied: &mut Vec<PageRange>,
-    ) -> Result<(), BackendError> {
-        let pages = self.call(within, |world, region, within| {
-            world.demand_range(Call::Populated, region, within);
-            world.may_fail(Call::Populated)?;
+    fn hidden(&self, within: PageRange, _: &[PageRun]) -> Vec<PageRange> {
+        self.call(within, |world, region, within| {
             let pages = world.regions[region].each(within);
-            let own = pages.filter(|(_, page)| page.own().is_some());
-            Ok(own.map(|(page, _)| page).collect::<Vec<_>>())
-        })?;
-        occupied.extend(
-            pages
-                .into_iter()
-                .map(|page| self.of_memory(PageRange::one(page))),
-        );
-        Ok(())
+            let hidden = pages.filter(|(_, page)| {
+                page.own().is_some() && page.mapped(world.config.stop).is_none()
+            });
+            hidden
+                .map(|(page, _)| self.of_memory(PageRange::one(page)))
+                .collect()
+        })
     }
 
     fn read(&self, page: PageIndex, buf: &mut PageBuf) -> Result<(), BackendError> {
