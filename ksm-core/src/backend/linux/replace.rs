@@ -10,6 +10,7 @@ use super::memory::LinuxMemory;
 use super::staging::fill_page;
 use super::store::LinuxStore;
 use super::uffd::Mode;
+use super::vet::Part;
 use super::{host_error, mapping_error};
 use crate::backend::{Backing, Memory};
 use crate::error::BackendError;
@@ -255,10 +256,20 @@ impl LinuxMemory {
     /// did: all of it, since the rest carries it already. A mapping that could not
     /// be told is told again when it is stopped next.
     pub(super) fn carry_over(&self, range: PageRange) {
-        if range.iter().any(|page| self.journal.is_mapped(page))
-            && let Some(other) = self.journal.bared(range)
-        {
-            self.carry(other, Attributes::of_frames);
+        if !range.iter().any(|page| self.journal.is_mapped(page)) {
+            return;
+        }
+        let secret =
+            |part: &Part| part.attributes.dont_dump && !part.range.intersection(range).is_empty();
+        // What is kept out of dumps is never without that for long; the rest can
+        // wait.
+        let now = if self.parts.iter().any(secret) {
+            Some(range)
+        } else {
+            self.journal.bared(range)
+        };
+        if let Some(now) = now {
+            self.carry(now, Attributes::of_frames);
         }
     }
 
