@@ -77,7 +77,8 @@ pub(crate) struct ChurnArgs {
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) repeat: u32,
 
-    /// When to give up waiting until everything is merged
+    /// When to give up waiting until everything is merged, for `try-skip`; others get
+    /// 15 times that
     #[arg(long, default_value_t = 4.0)]
     pub(crate) limit_seconds: f64,
 

@@ -30,6 +30,10 @@ const UNIQUE: usize = 2048;
 const COPIES: usize = 4;
 /// Pages of what churners map: 256 MiB.
 const CHURN_PAGES: usize = (256 << 20) / PAGE_SIZE;
+/// A page is to stay the same for one pass before it is merged.
+const MERGED_IN_PASS: f64 = 2.0;
+/// How much more time those get who are not starved.
+const PATIENCE: u32 = 15;
 /// Figures whose smallest and largest are told.
 const SPREAD: &[&str] = &["merge_seconds"];
 
@@ -236,13 +240,31 @@ impl Bench<'_> {
             )?),
             Who::Ours(policy) => Box::new(Ours::new(self.host, policy.into(), &memory)?),
         };
-        let limit = Duration::from_secs_f64(self.args.limit_seconds);
+        let mut limit = Duration::from_secs_f64(self.args.limit_seconds);
+        if !matches!(who, Who::Ours(Policy::TrySkip)) {
+            // The others come to an end, however slow the host is.
+            limit *= PATIENCE;
+        }
         let figures = load::beside(weight, &*side, || side.merge(limit))?;
         let what = format!("{order:?}/{who:?}/{:?}", weight.load);
         self.check(&what, &memory, &contents, &figures)?;
+        if let Who::Ours(Policy::PerRegion) = who {
+            self.check_per_region(&what, contents.len(), &figures);
+        }
         side.end()?;
         oracle::check_contents(&memory, &contents)?;
         Ok(figures)
+    }
+
+    /// A region that nobody changes is merged in the same pass as if nobody changed
+    /// others.
+    fn check_per_region(&mut self, what: &str, pages: usize, figures: &Figures) {
+        let [merged, pass] = ["merged_pages", "merged_in_pass"].map(|name| figures.get(name));
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
+        if (merged, pass) != (pages as f64, MERGED_IN_PASS) {
+            let found = format!("{what}: {merged} of {pages} pages are merged, in pass {pass}");
+            self.complaints.push(found);
+        }
     }
 
     /// What must hold: nothing is lost, and what is said to be merged is. Only

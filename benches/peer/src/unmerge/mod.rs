@@ -10,6 +10,7 @@ use ksm_core::PAGE_SIZE;
 
 use crate::args::UnmergeArgs;
 use crate::content::memory_of;
+use crate::cpu;
 use crate::figures::{Figures, Line, Printer, name_of};
 use crate::host::Host;
 use crate::memory::Memory;
@@ -117,6 +118,7 @@ impl Bench<'_> {
         figures
     }
 
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     fn dense(
         &self,
         case: Case,
@@ -128,7 +130,9 @@ impl Bench<'_> {
         let merged = if case == Case::All { 1 } else { 2 };
         let merged = self.pages / merged;
         side.merge(&memory, &memory, 0..self.pages, merged, self.limit)?;
+        let cpu = cpu::of_process();
         let seconds = side.unmerge(&memory)?.as_secs_f64();
+        let cpu = (cpu::of_process() - cpu).as_secs_f64();
         let own = oracle::count_own(&memory)?;
         oracle::check_contents(&memory, &contents)?;
         if own != self.pages as u64 {
@@ -137,7 +141,9 @@ impl Bench<'_> {
                 self.pages
             ));
         }
-        Ok(figures(self.pages, merged, seconds))
+        let mut figures = figures(self.pages, merged, seconds);
+        figures.set("cpu_us_per_merged_page", cpu * 1e6 / merged as f64);
+        Ok(figures)
     }
 }
 
