@@ -21,36 +21,73 @@
 //! The engine runs on a [`backend`]: [`backend::linux`] on live guests,
 //! [`backend::sim`] on a model, for tests of this crate and of yours.
 //!
-//! # Example
+//! # A tour
 //!
 //! Two guests that hold the same page, on the simulated backend. On a Linux host
-//! only the first line and the source of the memory differ.
+//! only the first line and the source of the memory differ; `ksm-vmm-glue` has the
+//! same beginning with a `GuestMemoryMmap`.
 //!
 //! ```
 //! use ksm_core::backend::sim::{SimBackend, SimConfig, pattern};
-//! use ksm_core::{Config, Ksm, PageIndex, RegionOptions};
+//! use ksm_core::{Config, Ksm, Outcome, PageIndex, PageRange, RegionOptions};
 //!
 //! let sim = SimBackend::new(SimConfig::default());
 //! let ksm = Ksm::new(sim.clone(), Config::default())?;
 //!
+//! // Who trusts whom, who they are, and what memory they have.
 //! let domain = ksm.create_domain()?;
+//! let mut guests = Vec::new();
 //! for _ in 0..2 {
 //!     let memory = sim.guest(16);
 //!     memory.write(PageIndex(3), &pattern(7));
-//!     let guest = ksm.create_space(domain)?;
-//!     ksm.register(guest, memory, RegionOptions::default())?;
+//!     let space = ksm.create_space(domain)?;
+//!     let region = ksm.register(space, memory.clone(), RegionOptions::default())?;
+//!     guests.push((memory, space, region));
 //! }
+//! let (memory, space, region) = &guests[0];
 //!
 //! // The first pass learns what the pages look like, the second one merges
 //! // those that have not changed.
-//! while ksm.stats().full_scans < 2 {
-//!     ksm.scan(1000)?;
-//! }
+//! let passes = |wanted| -> Result<(), ksm_core::Error> {
+//!     while ksm.stats().full_scans < wanted {
+//!         ksm.scan(1000)?;
+//!     }
+//!     Ok(())
+//! };
+//! passes(2)?;
 //! let stats = ksm.stats();
 //! assert_eq!((stats.pages_shared, stats.pages_sharing), (1, 1));
 //! assert_eq!(stats.saved_bytes(), 4096);
+//! assert_eq!(ksm.explain(*region, PageIndex(3))?.sharers, 2);
+//!
+//! // A guest writes to its page. The host gives it a copy at once, and the next pass
+//! // notices.
+//! memory.write(PageIndex(3), &pattern(8));
+//! passes(3)?;
+//! assert_eq!(ksm.space_stats(*space)?.cow_breaks, 1);
+//! let found = ksm.explain(*region, PageIndex(3))?;
+//! assert_eq!((found.sharers, found.copied), (0, true));
+//! // Not merged again: the region was not declared free of unannounced DMA.
+//! assert_eq!(found.outcome, Outcome::CopiedUnguarded);
+//!
+//! // The guest's balloon gives the page back: never by MADV_DONTNEED, but so.
+//! ksm.discard(*region, PageRange::one(PageIndex(3)))?;
+//! assert!(memory.read(PageIndex(3)).is_zero());
+//!
+//! // Plain memory again.
+//! for (_, space, _) in &guests {
+//!     ksm.remove_space(*space)?;
+//! }
+//! ksm.remove_domain(domain)?;
 //! # Ok::<(), ksm_core::Error>(())
 //! ```
+//!
+//! # Features
+//!
+//! `linux` (on by default): the backend for Linux hosts. `tracing`: see
+//! [below](#events). For tests, of this crate and of others: `script`, an operation
+//! language with which engines are compared with a naive model, and
+//! `fault-injection`, a hook at every step of a merge.
 //!
 //! # Threads
 //!
@@ -64,6 +101,26 @@
 //! its vCPU running; it is counted as an [`Outcome`], not raised as an error. A
 //! panic in a pass ends what was under way while it unwinds. For a scanning
 //! thread that is killed without unwinding there is [`Ksm::recover`].
+//!
+//! # Events
+//!
+//! With the feature `tracing` the engine tells what it does to whatever
+//! subscriber of the [`tracing`](https://docs.rs/tracing) crate the VMM has.
+//! Nothing is said of single pages, and no subscriber runs while a page is stopped:
+//! a slow one slows the scan, never a vCPU.
+//!
+//! | target | level | event |
+//! |---|---|---|
+//! | `ksm_core::layout` | info | domains, spaces and regions that come, change and go |
+//! | | warn | a region that stays registered, since it could not be unregistered |
+//! | `ksm_core::pass` | debug | a pass has ended: pages looked at, merged, made zero |
+//! | | debug, a span | a call of [`Ksm::scan`] |
+//! | | trace | a window was looked at |
+//! | `ksm_core::merge` | debug | pages of a window that the host, a budget or a device kept from being merged |
+//! | | debug | pages were unmerged |
+//! | | warn | pages could not be unmerged |
+//! | `ksm_core::recovery` | debug | the engine is held still, and goes on |
+//! | | warn | what a lost thread had under way was ended |
 #![deny(unsafe_code)]
 
 mod adapters;
@@ -79,7 +136,7 @@ pub mod fault;
 mod fingerprint;
 mod frames;
 mod giveback;
-#[cfg(feature = "internals")]
+#[cfg(any(test, feature = "internals"))]
 #[doc(hidden)]
 pub mod internals;
 mod layout;
@@ -96,6 +153,7 @@ mod sharing;
 mod stable;
 mod stats;
 mod sync;
+mod trace;
 mod unshare;
 mod unstable;
 mod walk;

@@ -19,8 +19,8 @@ use crate::sync::{Mutex, RwLock};
 /// Nodes of a shard that [`ShardedTree::reshard`] aims at, at most: measured
 /// (`cargo bench -p ksm-benches --bench trees`), smaller ones gain nothing more,
 /// and at this size a shard costs each of its nodes 2 to 6 bytes. Few under
-/// test, so that resharding is common there.
-const SHARD_NODES: usize = if cfg!(test) { 4 } else { 16 };
+/// test and while fuzzing, so that resharding is common there.
+const SHARD_NODES: usize = if cfg!(any(test, fuzzing)) { 4 } else { 16 };
 
 /// At most 2^20 shards: full at 64 GiB of frames, crowded from 128 GiB on.
 const MAX_BITS: u32 = 20;
@@ -167,7 +167,7 @@ impl<N: Node> ShardedTree<N> {
     }
 
     /// Calls `each` with every node, in order. Each shard is locked meanwhile.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) fn for_each(&self, mut each: impl FnMut(&N)) {
         for tree in &self.shards.read().trees {
             tree.lock().iter().for_each(&mut each);

@@ -73,42 +73,17 @@ impl UnstableTree {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use proptest::prelude::*;
 
     use super::*;
-    use crate::page::PageIndex;
-    use crate::region::AnonVmaId;
-
-    fn item(page: u64) -> Place {
-        Place::new(AnonVmaId(1), PageIndex(page))
-    }
+    use crate::internals::trees;
 
     proptest! {
         #[test]
         fn the_first_of_each_fingerprint_stands(
-            puts in prop::collection::vec((0..100_u64, 0..8_u8, 0..400_usize), 1..400)
+            ops in prop::collection::vec(any::<[u8; trees::BYTES_PER_OP]>(), 1..400)
         ) {
-            let tree = UnstableTree::new(8);
-            let mut model = BTreeMap::new();
-            for (page, (number, action, expected)) in (0..).zip(puts) {
-                let fingerprint = Fingerprint(number.rotate_right(7));
-                match action {
-                    0 => tree.reshard(expected),
-                    1 => prop_assert_eq!(tree.remove(fingerprint), model.remove(&number)),
-                    _ => {
-                        let stands = tree.find_or_insert(fingerprint, item(page));
-                        prop_assert_eq!(stands, model.get(&number).copied());
-                        model.entry(number).or_insert_with(|| item(page));
-                    }
-                }
-                prop_assert_eq!(tree.check(), Ok(()));
-                prop_assert_eq!(tree.len(), model.len());
-            }
-            tree.clear();
-            prop_assert_eq!(tree.check(), Ok(()));
-            prop_assert_eq!(tree.len(), 0);
+            prop_assert_eq!(trees::unstable(&trees::decode(&ops.concat())), Ok(()));
         }
     }
 

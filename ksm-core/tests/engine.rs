@@ -1,6 +1,9 @@
 //! The engine's calls, one by one, on the simulated backend.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::page::{PageIndex, PageRange};
 use ksm_core::{Config, Error, Ksm, Outcome, RegionId, RegionOptions, SpaceId, Target};
@@ -268,4 +271,57 @@ fn a_quiesced_engine_stands_still() {
     drop(quiesced);
     world.passes(2);
     assert_eq!(world.shared(), (8, 8));
+}
+
+/// Whoever reads counters for a time series takes one that falls for a restart.
+#[test]
+fn no_counter_falls_while_regions_come_and_go() {
+    const ROUNDS: u64 = 200;
+    let sim = SimBackend::new(SimConfig::default());
+    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let domain = ksm.create_domain().unwrap();
+    let space = ksm.create_space(domain).unwrap();
+    let guest = sim.guest(64);
+    for page in 0..64 {
+        guest.write(PageIndex(page), &pattern(page / 2));
+    }
+    let counters = || {
+        let (all, mine) = (
+            ksm.domain_stats(domain).unwrap(),
+            ksm.space_stats(space).unwrap(),
+        );
+        let outcomes = all.outcomes.iter().chain(mine.outcomes.iter());
+        let outcomes = outcomes.map(|(_, count)| count);
+        let others = [
+            all.pages_scanned,
+            all.cow_breaks,
+            mine.cow_breaks,
+            mine.lease_waits,
+        ];
+        outcomes.chain(others).collect::<Vec<_>>()
+    };
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..ROUNDS {
+                let options = RegionOptions { dma_guarded: true };
+                let region = ksm.register(space, guest.clone(), options).unwrap();
+                for _ in 0..3 {
+                    ksm.scan(u64::MAX).unwrap();
+                }
+                ksm.unregister(region).unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let mut before = counters();
+        while !done.load(Ordering::Relaxed) {
+            let now = counters();
+            for (at, (was, is)) in before.iter().zip(&now).enumerate() {
+                assert!(is >= was, "counter {at} fell from {was} to {is}");
+            }
+            before = now;
+        }
+    });
+    let scanned = ksm.domain_stats(domain).unwrap().pages_scanned;
+    assert!(scanned >= ROUNDS * 62, "{scanned}");
 }

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use ksm_core::backend::sim::{SimConfig, Stop};
-use ksm_core::script::{BYTES_PER_OP, Runner, Script, SimHost, decode};
+use ksm_core::script::{BYTES_PER_OP, Op, Runner, Script, SimHost, decode, decode_layout};
 use ksm_core::{Outcome, OutcomeCounts, Stats};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -81,10 +81,14 @@ impl Seen {
 
 /// Runs random scripts until enough operations were applied.
 fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
-    explore_on(operations, |seed| SimHost::with(config(seed)))
+    explore_on(operations, scripts(), |seed| SimHost::with(config(seed)))
 }
 
-fn explore_on(operations: u64, host: impl Fn(u64) -> SimHost) -> Seen {
+fn explore_on(
+    operations: u64,
+    scripts: impl Strategy<Value = Readable>,
+    host: impl Fn(u64) -> SimHost,
+) -> Seen {
     let seen = Seen::default();
     while seen.operations.get() < operations {
         let mut runner = TestRunner::new(Config {
@@ -93,7 +97,7 @@ fn explore_on(operations: u64, host: impl Fn(u64) -> SimHost) -> Seen {
             max_shrink_iters: 10_000,
             ..Config::default()
         });
-        let explored = runner.run(&(scripts(), 0..1000_u64), |(script, seed)| {
+        let explored = runner.run(&(&scripts, 0..1000_u64), |(script, seed)| {
             let mut runner = Runner::new(host(seed)).expect("good settings");
             let ran = runner.run(&script.0);
             ran.map_err(|mismatch| TestCaseError::fail(mismatch.to_string()))?;
@@ -153,7 +157,7 @@ fn it_agrees_where_memory_is_a_file() {
 #[test]
 fn it_agrees_where_mappings_are_scarce() {
     for stop in [Stop::Move, Stop::Protect, Stop::Memfd] {
-        let seen = explore_on(operations() / 10, |seed| {
+        let seen = explore_on(operations() / 10, scripts(), |seed| {
             let config = SimConfig {
                 seed,
                 stop,
@@ -169,21 +173,61 @@ fn it_agrees_where_mappings_are_scarce() {
     }
 }
 
-/// Inputs of the fuzzer, those among them that once found a bug.
+/// As [`explore`], with many small regions that come and go.
 #[test]
-fn the_seeds_of_the_fuzzer_run() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds/engine");
-    let files = fs::read_dir(folder).expect("the folder of seeds");
+fn it_agrees_on_what_is_registered() {
+    let op = any::<[u8; BYTES_PER_OP]>();
+    let bytes = prop::collection::vec(op, 1..200).prop_map(|ops| ops.concat());
+    let scripts = bytes.prop_map(|bytes| Readable(Script(decode_layout(&bytes))));
+    let seen = explore_on(operations() / 5, scripts, |seed| {
+        SimHost::with(SimConfig {
+            seed,
+            stop: [Stop::Move, Stop::Protect, Stop::Memfd]
+                [usize::try_from(seed % 3).expect("small")],
+            ..SimConfig::default()
+        })
+    });
+    assert!(seen.cow_breaks.get() > 0, "no COW");
+    assert!(
+        seen.outcomes.get()[Outcome::Merged] > 0,
+        "nothing was merged"
+    );
+}
+
+/// Inputs of the fuzzer, those among them that once found a bug.
+fn run_seeds(target: &str, run: impl Fn(&[u8])) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
+    let files = fs::read_dir(folder.join(target)).expect("the folder of seeds");
     let mut ran = 0;
     for file in files {
-        let bytes = fs::read(file.expect("a file").path()).expect("a seed");
+        run(&fs::read(file.expect("a file").path()).expect("a seed"));
+        ran += 1;
+    }
+    assert!(ran > 0, "no seeds");
+}
+
+fn run_script_seeds(target: &str, decode: fn(&[u8]) -> Vec<Op>) {
+    run_seeds(target, |bytes| {
         let (first, rest) = bytes.split_first().expect("a seed has a byte");
         let mut runner = Runner::new(SimHost::chosen_by(*first)).expect("good settings");
         let script = Script(decode(rest));
         runner
             .run(&script)
             .unwrap_or_else(|mismatch| panic!("{mismatch}"));
-        ran += 1;
-    }
-    assert!(ran > 0, "no seeds");
+    });
+}
+
+#[test]
+fn the_seeds_of_the_fuzzer_run() {
+    run_script_seeds("engine", decode);
+    run_script_seeds("layout", decode_layout);
+}
+
+#[cfg(feature = "internals")]
+#[test]
+fn the_seeds_of_the_trees_run() {
+    use ksm_core::internals::trees;
+    run_seeds("trees", |bytes| {
+        trees::run(bytes).unwrap_or_else(|reason| panic!("{reason}\n{}", trees::script(bytes)));
+    });
 }

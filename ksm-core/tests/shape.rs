@@ -251,3 +251,53 @@ fn what_is_taken_over_is_shared_at_once() {
     assert_eq!(clone.read(PageIndex(50)), *pattern(51));
     assert!(clone.read(PageIndex(35)).is_zero());
 }
+
+/// Of several threads that are after one region each gets it or is told that it is
+/// gone, and nothing is left behind by those who came too late.
+#[test]
+fn threads_are_after_the_same_region() {
+    for round in 0..30 {
+        let world = world();
+        let guest = world.guest(24, 1);
+        let region = world.register(&guest);
+        world.passes(2);
+        let start = std::sync::Barrier::new(4);
+        let after = |call: &(dyn Fn() -> Result<(), Error> + Sync)| {
+            start.wait();
+            match call() {
+                Ok(()) => true,
+                Err(Error::NoRegion(_)) => false,
+                Err(error) => panic!("{error}"),
+            }
+        };
+        let place = world.sim.guest(24);
+        let ksm = &world.ksm;
+        let wins = std::thread::scope(|scope| {
+            let threads = [
+                scope.spawn(|| after(&|| ksm.split(region, PageIndex(5 + round % 9)).map(drop))),
+                scope.spawn(|| after(&|| ksm.unregister(region))),
+                scope.spawn(|| after(&|| ksm.move_region(region, place.clone()).map(drop))),
+                scope.spawn(|| after(&|| ksm.discard(region, range(20, 24)))),
+            ];
+            threads.map(|thread| thread.join().unwrap())
+        });
+        let won = wins[..3].iter().filter(|won| **won).count();
+        assert_eq!(won, 1, "{wins:?}");
+        world.ksm.check().unwrap();
+        let left = world.ksm.regions_of(world.space).unwrap();
+        assert_eq!(
+            left.len(),
+            [2, 0, 1][wins.iter().position(|won| *won).unwrap()]
+        );
+        for region in left {
+            // It lives: it can be pinned, and unregistered.
+            drop(world.ksm.pin(region, range(0, 1)).unwrap());
+            world.ksm.unregister(region).unwrap();
+        }
+        let holder = if wins[2] { &place } else { &guest };
+        for page in (0..20).map(PageIndex) {
+            assert_eq!(holder.read(page), *pattern(1 + page.0));
+        }
+        assert_eq!(world.ksm.store_bytes().unwrap(), 0);
+    }
+}

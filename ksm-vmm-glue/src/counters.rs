@@ -20,6 +20,7 @@ pub fn engine(stats: &Stats) -> String {
         ("pages_sharing", stats.pages_sharing),
         ("pages_unshared", stats.pages_unshared),
         ("pages_volatile", stats.pages_volatile),
+        ("stable_node_dups", stats.stable_node_dups),
         ("pages_scanned", stats.pages_scanned),
         ("full_scans", stats.full_scans),
         ("ksm_zero_pages", stats.ksm_zero_pages),
@@ -27,6 +28,8 @@ pub fn engine(stats: &Stats) -> String {
         ("vmas_given_back", stats.vmas_given_back),
         ("pages_given_back", stats.pages_given_back),
         ("frames_lingering", stats.frames_lingering),
+        ("vmas", stats.vmas),
+        ("saved_bytes", stats.saved_bytes()),
         ("metadata_bytes", stats.metadata_bytes),
     ]);
     line(&mut text, "general_profit", stats.general_profit());
@@ -46,6 +49,7 @@ pub fn guest(stats: &MemoryStats) -> String {
         ("pages_unshared", stats.pages_unshared),
         ("pages_volatile", stats.pages_volatile),
         ("pages_copied", stats.pages_copied),
+        ("vmas", stats.vmas),
         ("cow_breaks", stats.cow_breaks),
         ("vmas_given_back", stats.vmas_given_back),
         ("pages_given_back", stats.pages_given_back),

@@ -14,6 +14,8 @@ use vm_memory::{
     Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection,
 };
 
+use crate::trace;
+
 /// Why a call on a guest failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -102,6 +104,8 @@ impl<B: Backend> GuestKsm<B> {
             mapped: Vec::new(),
         };
         guest.sync_with(memory, source)?;
+        let pages = guest.mapped.iter().map(|mapped| mapped.pages).sum();
+        trace::guest_registered(guest.space, guest.mapped.len(), pages);
         Ok(guest)
     }
 
@@ -308,7 +312,12 @@ impl<B: Backend> GuestKsm<B> {
             self.mapped.pop();
         }
         match self.ksm.remove_space(self.space) {
-            Ok(()) | Err(ksm_core::Error::NoSpace(_)) => Ok(()),
+            Ok(()) => {
+                trace::guest_unregistered(self.space);
+                Ok(())
+            }
+            // Done before: this is its drop.
+            Err(ksm_core::Error::NoSpace(_)) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
@@ -317,7 +326,9 @@ impl<B: Backend> GuestKsm<B> {
 impl<B: Backend> Drop for GuestKsm<B> {
     fn drop(&mut self) {
         // What fails here stays registered, and the engine keeps its memory.
-        let _ = self.unregister_all();
+        if let Err(error) = self.unregister_all() {
+            trace::guest_left_behind(self.space, &error);
+        }
     }
 }
 

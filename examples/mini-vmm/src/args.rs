@@ -73,6 +73,14 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) json: bool,
 
+    /// Draw memory over time: what each guest takes, and what is saved
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Write the counters for Prometheus, every second and at the end
+    #[arg(long, value_name = "FILE", conflicts_with = "no_dedup")]
+    pub(crate) metrics: Option<PathBuf>,
+
     /// Pages to scan before the scanner sleeps
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) pages_to_scan: u32,
@@ -148,6 +156,7 @@ impl Args {
             (self.no_dedup, "--no-dedup"),
             (self.max_vmas.is_some(), "--max-vmas"),
             (self.no_blocks, "--no-blocks"),
+            (self.metrics.is_some(), "--metrics"),
             // It merges private anonymous memory alone.
             (
                 self.memory != MemoryKind::Anonymous,
@@ -305,6 +314,7 @@ Examples:
   mini-vmm --seconds 60 --recipe lockstep --verify
   mini-vmm --seconds 60 --recipe chaos --chaos --verify
   mini-vmm --recipe poison,order=scattered,rest=500
+  mini-vmm --plot memory.svg --metrics ksm.prom
   mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify
   mini-vmm --image a.ram b.ram c.ram --engine kernel --verify
   mini-vmm --guests 2 --kernel bzImage --initrd initrd.img --boot-marker login:

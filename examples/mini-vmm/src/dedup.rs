@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context as _;
 use ksm_core::backend::linux::LinuxBackend;
-use ksm_core::{Config, DomainId, Ksm, MemoryStats, Outcome, RegionOptions, Stats};
+use ksm_core::{Config, DomainId, Ksm, MemoryStats, Outcome, RegionOptions, SpaceId, Stats};
 use ksm_vmm_glue::{GuestKsm, Pacing, ScannerOptions, ScannerThread, Status};
 use vm_memory::GuestMemoryMmap;
 
@@ -58,8 +58,14 @@ impl Dedup {
     }
 
     /// The engine.
-    pub(crate) fn ksm(&self) -> &Engine {
+    pub(crate) const fn ksm(&self) -> &Arc<Engine> {
         &self.ksm
+    }
+
+    /// The engine's names of all guests, in their order.
+    pub(crate) fn spaces(&self) -> Vec<SpaceId> {
+        let all = 0..self.guests.len();
+        all.map(|index| self.guest(index).space()).collect()
     }
 
     /// One guest's registration. Held for as long as it is being changed.

@@ -10,7 +10,7 @@ use crate::merger::Merger;
 use crate::phase::run_guests;
 use crate::ram::Ram;
 use crate::report::{GuestReport, Report};
-use crate::usage::Usage;
+use crate::usage::{Usage, anonymous_bytes};
 
 pub(crate) fn guest_reports(
     rams: &[Ram],
@@ -69,18 +69,28 @@ pub(crate) fn add_counters(
     Ok(())
 }
 
+/// Memory of the process and of its files, each page counted once.
+pub(crate) fn resident_bytes(rams: &[Ram], merger: Option<&Merger>) -> anyhow::Result<u64> {
+    let mut bytes = anonymous_bytes()?;
+    for ram in rams {
+        bytes += ram.file_bytes()?;
+    }
+    match merger {
+        Some(Merger::Ours(dedup)) => Ok(bytes + dedup.ksm().store_bytes()?),
+        // Its counters are not of this moment, nor perhaps of this process alone.
+        Some(Merger::Kernel(_)) => Ok(bytes.saturating_sub(Ksmd::counted_twice_bytes()?)),
+        None => Ok(bytes),
+    }
+}
+
 pub(crate) fn measure(
     report: &mut Report,
     before: Usage,
     cast: &Cast,
     merger: Option<&Merger>,
 ) -> anyhow::Result<()> {
-    let store = merger.and_then(Merger::ours);
-    let store = store.map(|dedup| dedup.ksm().store_bytes()).transpose()?;
-    let mut after = Usage::now(store.unwrap_or(0) + cast.file_bytes()?)?;
-    if let Some(Merger::Kernel(_)) = merger {
-        after.resident_bytes -= Ksmd::counted_twice_bytes()?;
-    }
+    let mut after = Usage::now(0)?;
+    after.resident_bytes = resident_bytes(&cast.rams(), merger)?;
     report.vmas_added = after.vmas.cast_signed() - before.vmas.cast_signed();
     report.resident_before_bytes = before.resident_bytes;
     report.resident_after_bytes = after.resident_bytes;

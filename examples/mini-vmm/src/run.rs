@@ -21,6 +21,7 @@ use crate::merger::Merger;
 use crate::phase::run_guests;
 use crate::plan::mergeable_pages;
 use crate::progress::Progress;
+use crate::recorder::Recorder;
 use crate::report::{ImageReport, Report};
 use crate::savings::Savings;
 use crate::usage::{Usage, cpu_time};
@@ -50,7 +51,11 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         args.guests(),
         host.mode(),
     );
-    run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| Ok(()))?;
+    let caption = caption(args, pages);
+    let mut recorder = Recorder::new(args, cast.rams(), &caption)?;
+    run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| {
+        recorder.glance(None)
+    })?;
     let before = Usage::now(cast.file_bytes()?)?;
 
     let mut report = Report {
@@ -89,8 +94,9 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         stop: AtomicBool::new(false),
     };
     let merger = merger.as_ref();
+    recorder.begin_work(args, merger)?;
     let (mine, ksmd) = (cpu_time(), ksmd_cpu_time(merger)?);
-    work_for_a_while(args, &mut cast, merger, &work, &mut report)?;
+    work_for_a_while(args, &mut cast, merger, &work, &mut recorder, &mut report)?;
     report.ksmd_cpu_seconds = (ksmd_cpu_time(merger)? - ksmd).as_secs_f64();
     report.cpu_seconds = (cpu_time() - mine).as_secs_f64() + report.ksmd_cpu_seconds;
 
@@ -106,8 +112,19 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
             .map_or(report.vmas_added.unsigned_abs(), |_| stats.vmas);
         report.images = Some(ImageReport::new(&cast.images, &stats, vmas));
     }
+    recorder.finish(merger)?;
     check(args, &mut cast, merger, &work, &mut report)?;
     Ok(report)
+}
+
+/// What stands above the picture of a run.
+fn caption(args: &Args, pages: u64) -> String {
+    let guests = args.guests();
+    let mib = bytes_in(pages) >> 20;
+    match args.image.is_empty() {
+        true => format!("mini-vmm: {guests} guests of {mib} MiB while they work"),
+        false => format!("mini-vmm: {guests} guests of up to {mib} MiB, loaded from images"),
+    }
 }
 
 fn ksmd_cpu_time(merger: Option<&Merger>) -> anyhow::Result<Duration> {
@@ -149,6 +166,7 @@ fn work_for_a_while(
     cast: &mut Cast,
     merger: Option<&Merger>,
     work: &Work,
+    recorder: &mut Recorder,
     report: &mut Report,
 ) -> anyhow::Result<()> {
     let start = Instant::now();
@@ -194,6 +212,7 @@ fn work_for_a_while(
                 if let Some(stats) = &stats {
                     savings.sample(start.elapsed(), stats.saved_bytes());
                 }
+                recorder.glance(merger)?;
                 if progress.is_due() {
                     progress.show(&guest_reports(&rams, merger)?, stats.as_ref());
                 }

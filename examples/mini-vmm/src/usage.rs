@@ -26,17 +26,22 @@ impl Usage {
     /// Looks now. `file_bytes` is what stores and memfds hold.
     pub(crate) fn now(file_bytes: u64) -> anyhow::Result<Self> {
         let myself = Process::myself()?;
-        let status = myself.status().context("/proc/self/status")?;
-        let anonymous = status
-            .rssanon
-            .context("/proc/self/status has no RssAnon: Linux 4.5 or later is needed")?;
         Ok(Self {
-            resident_bytes: anonymous * 1024 + file_bytes,
+            resident_bytes: anonymous_bytes()? + file_bytes,
             free_bytes: Meminfo::current().context("/proc/meminfo")?.mem_free,
             huge_bytes: huge_bytes(&myself),
             vmas: myself.maps().context("/proc/self/maps")?.len() as u64,
         })
     }
+}
+
+/// Anonymous memory of this process (`RssAnon`), in bytes.
+pub(crate) fn anonymous_bytes() -> anyhow::Result<u64> {
+    let status = Process::myself()?.status().context("/proc/self/status")?;
+    let kib = status
+        .rssanon
+        .context("/proc/self/status has no RssAnon: Linux 4.5 or later is needed")?;
+    Ok(kib * 1024)
 }
 
 /// `AnonHugePages` of `/proc/self/smaps_rollup`; 0 on kernels without it.

@@ -156,3 +156,58 @@ fn mistakes_on_the_command_line_end_with_status_2() {
         assert!(err.contains(told), "{args}: {err}");
     }
 }
+
+/// A picture that names every guest, and counters that say what the report says.
+#[test]
+fn a_picture_and_counters_are_written() {
+    let folder = std::env::temp_dir().join(format!("mini-vmm-files-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    let (plot, metrics) = (folder.join("memory.svg"), folder.join("ksm.prom"));
+    let report = report(&format!(
+        "--guests 2 --mem 8M --seconds 2 --recipe default,rest=500 --plot {} --metrics {}",
+        plot.display(),
+        metrics.display()
+    ));
+    let [svg, text] = [&plot, &metrics].map(|path| std::fs::read_to_string(path).unwrap());
+    let left = std::fs::read_dir(&folder).unwrap().count();
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(left, 2, "nothing else is left there");
+
+    for words in [
+        "guest 0",
+        "guest 1",
+        "2 guests together",
+        "saved",
+        "seconds",
+        "MiB",
+    ] {
+        assert!(
+            svg.lines().any(|line| line.trim() == words),
+            "{words}: {svg}"
+        );
+    }
+    let saved = format!(
+        "ksm_saved_bytes{{domain=\"d0\"}} {}",
+        number(&report, "saved_bytes")
+    );
+    let pages = |guest| format!("ksm_guest_pages{{domain=\"d0\",guest=\"{guest}\"}} 2048");
+    for line in [&saved[..], &pages(0), &pages(1), "# EOF"] {
+        assert!(text.lines().any(|found| found == line), "{line}: {text}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_named_before_guests_run() {
+    for option in ["--plot", "--metrics"] {
+        let output = mini_vmm(&format!(
+            "{option} no/such/folder/file --guests 1 --mem 1M --seconds 1"
+        ));
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{err}");
+        assert!(
+            err.contains("no/such/folder/file cannot be written"),
+            "{err}"
+        );
+        assert!(!err.contains("guest  0"), "{err}");
+    }
+}

@@ -11,6 +11,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
+use crate::trace;
 use crate::unshare;
 
 /// How many windows are cloned under one hold of the parent's lease: to look at a
@@ -59,7 +60,9 @@ impl<B: Backend> Ksm<B> {
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
-                return Ok(self.publish(clone.ready()));
+                let id = self.publish(clone.ready());
+                trace::cloned(parent.id, id, space);
+                return Ok(id);
             }
         }
     }
@@ -89,8 +92,9 @@ impl<B: Backend> Ksm<B> {
             return Err(Error::Pinned { region });
         }
         let moved = self.move_pages(&old, new);
-        if moved.is_err() {
-            old.reopen();
+        match &moved {
+            Ok(new) => trace::moved(region, *new),
+            Err(_) => old.reopen(),
         }
         moved
     }
@@ -98,14 +102,14 @@ impl<B: Backend> Ksm<B> {
     fn move_pages(&self, old: &Arc<Region<B>>, new: Nursling<B>) -> Result<RegionId, Error> {
         let _layout = self.layout_turn()?;
         let guard = old.lock()?;
-        if !self.layout.stands(old) {
-            return Err(Error::NoRegion(old.id));
-        }
         for chunk in old.range().chunks(self.clone_pages()) {
             new.take(&guard, chunk)?;
         }
+        // Of two who are after a region, one gets it.
+        if !self.retired.begin(&self.layout, old) {
+            return Err(Error::NoRegion(old.id));
+        }
         let id = self.publish(new.ready());
-        self.layout.remove_region(old.id);
         unshare::give_up(&guard);
         guard.memory().detach();
         guard.leave();
@@ -143,7 +147,7 @@ impl<B: Backend> Ksm<B> {
     fn publish(&self, region: Region<B>) -> RegionId {
         let (id, linear) = (region.id, region.linear_range());
         region.anon_vma.add(linear, id);
-        self.layout.enter(region);
+        self.layout.enter_all([region]);
         id
     }
 

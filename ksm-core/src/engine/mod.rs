@@ -9,6 +9,7 @@ mod pin;
 mod quiesce;
 mod report;
 mod reshape;
+mod retired;
 mod sharers;
 mod take_over;
 mod turn;
@@ -17,7 +18,6 @@ pub use quiesce::Quiesced;
 pub use report::Explanation;
 pub use sharers::{Sharer, SharingMatrix};
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -28,11 +28,12 @@ use crate::domain::Domain;
 use crate::error::{Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
-use crate::outcome::OutcomeCounts;
 use crate::page::PageRange;
 use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
+use crate::trace;
 use crate::unshare;
 use pass::Pass;
+use retired::Retired;
 
 /// What an unmerge is to reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,17 +66,7 @@ pub struct Ksm<B: Backend> {
     scanner: Lease<Pass>,
     full_scans: AtomicU64,
     vmas: VmaBudget,
-    retired: crate::sync::Mutex<BTreeMap<DomainId, Retired>>,
-}
-
-/// What regions that are gone had counted.
-#[derive(Clone, Copy, Debug, Default)]
-struct Retired {
-    cow_breaks: u64,
-    vmas_given_back: u64,
-    pages_given_back: u64,
-    pages_scanned: u64,
-    outcomes: OutcomeCounts,
+    retired: Retired<B>,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -94,7 +85,7 @@ impl<B: Backend> Ksm<B> {
             layout_lock: Lease::new(),
             scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
-            retired: crate::sync::Mutex::default(),
+            retired: Retired::default(),
         })
     }
 
@@ -112,7 +103,9 @@ impl<B: Backend> Ksm<B> {
     pub fn create_domain(&self) -> Result<DomainId, Error> {
         let store = self.backend.open_store()?;
         let keys = Keys::new(self.config.seed)?;
-        Ok(self.layout.add_domain(|id| Domain::new(id, keys, store)))
+        let domain = self.layout.add_domain(|id| Domain::new(id, keys, store));
+        trace::domain_made(domain);
+        Ok(domain)
     }
 
     /// Makes an address space, which is a guest, in a trust domain.
@@ -120,7 +113,9 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// [`Error::NoDomain`].
     pub fn create_space(&self, domain: DomainId) -> Result<SpaceId, Error> {
-        self.layout.add_space(domain)
+        let space = self.layout.add_space(domain)?;
+        trace::space_made(space, domain);
+        Ok(space)
     }
 
     /// The trust domain of an address space.
@@ -142,6 +137,18 @@ impl<B: Backend> Ksm<B> {
         source: B::Source,
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
+        let region = self.attach(space, source, options)?;
+        let pages = region.range().len();
+        trace::registered(region.id, space, pages, options.dma_guarded);
+        Ok(region.id)
+    }
+
+    fn attach(
+        &self,
+        space: SpaceId,
+        source: B::Source,
+        options: RegionOptions,
+    ) -> Result<Arc<Region<B>>, Error> {
         let domain = self.layout.domain_of(space)?;
         let _layout = self.layout_turn()?;
         let memory = self.backend.attach(source, options)?;
@@ -173,27 +180,25 @@ impl<B: Backend> Ksm<B> {
     /// region stays registered, and the call can be repeated.
     pub fn unregister(&self, region: RegionId) -> Result<(), Error> {
         let region = self.layout.region(region)?;
+        let done = self.detach(&region);
+        trace::unregistered(region.id, &done);
+        done
+    }
+
+    fn detach(&self, region: &Arc<Region<B>>) -> Result<(), Error> {
         let _layout = self.layout_turn()?;
         if !region.close() {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
-        if !self.layout.remove_region(region.id) {
+        if !self.retired.begin(&self.layout, region) {
+            region.reopen();
             return Err(Error::NoRegion(region.id));
         }
-        let done = self.undo(&region);
-        match done {
-            // The lease waits for a pass that is looking at the region.
-            Ok(()) => {
-                let guard = region.lock()?;
-                guard.memory().detach();
-                guard.leave();
-                self.retire(&region);
-            }
-            Err(_) => {
-                region.reopen();
-                self.layout.put_back(&region);
-            }
+        let done = self.undo(region);
+        if done.is_err() {
+            region.reopen();
+            self.retired.cancel(&self.layout, region);
         }
         done
     }
@@ -203,6 +208,11 @@ impl<B: Backend> Ksm<B> {
         if region.options.dma_guarded {
             unshare::restore(region, region.range())?;
         }
+        // The lease waits for a pass that is looking at the region.
+        let guard = region.lock()?;
+        guard.memory().detach();
+        guard.leave();
+        self.retire(region);
         Ok(())
     }
 
@@ -210,14 +220,7 @@ impl<B: Backend> Ksm<B> {
         region.abandon();
         let (pages, domain) = (region.linear_range(), &region.domain);
         domain.anon_vmas.remove(&region.anon_vma, pages, region.id);
-        let tally = *region.tally();
-        let mut retired = self.retired.lock();
-        let sums = retired.entry(region.domain.id).or_default();
-        sums.cow_breaks += tally.cow_breaks;
-        sums.vmas_given_back += tally.vmas_given_back;
-        sums.pages_given_back += tally.pages_given_back;
-        sums.pages_scanned += tally.pages_scanned;
-        sums.outcomes.add(&tally.outcomes);
+        self.retired.end(region);
     }
 
     /// Unregisters what is left of a guest and forgets it.
@@ -229,6 +232,8 @@ impl<B: Backend> Ksm<B> {
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);
+        self.retired.forget_space(space);
+        trace::space_forgotten(space);
         Ok(())
     }
 
@@ -244,6 +249,8 @@ impl<B: Backend> Ksm<B> {
             self.unregister(region.id)?;
         }
         self.layout.remove_space(space);
+        self.retired.forget_space(space);
+        trace::space_forgotten(space);
         Ok(())
     }
 
@@ -253,7 +260,8 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::NoDomain`], [`Error::DomainInUse`].
     pub fn remove_domain(&self, domain: DomainId) -> Result<(), Error> {
         self.layout.remove_domain(domain)?;
-        self.retired.lock().remove(&domain);
+        self.retired.forget_domain(domain);
+        trace::domain_forgotten(domain);
         Ok(())
     }
 
@@ -264,6 +272,12 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::StillShared`] when the host refuses copies; what was unshared
     /// stays so.
     pub fn unmerge(&self, target: Target) -> Result<u64, Error> {
+        let done = self.unmerge_target(target);
+        trace::unmerged(&done);
+        done
+    }
+
+    fn unmerge_target(&self, target: Target) -> Result<u64, Error> {
         let regions = match target {
             Target::All => self.layout.regions().iter().cloned().collect(),
             Target::Space(space) => self.layout.regions_of(space)?,

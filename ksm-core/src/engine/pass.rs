@@ -15,6 +15,7 @@ use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
 use crate::scan::{Aim, Batch, Survey};
 use crate::stats::ScanReport;
+use crate::trace::{self, PassTally};
 
 /// How often a pass goes after regions that came while it ran. A layout that
 /// never stands still must not keep it from ending.
@@ -36,6 +37,7 @@ pub(super) struct Pass {
     todo: VecDeque<(RegionId, PageIndex)>,
     /// Regions that were busy, to be waited for at the end of the pass.
     deferred: VecDeque<(RegionId, PageIndex)>,
+    tally: PassTally,
 }
 
 /// The regions that a pass goes through: those of one edition of the layout.
@@ -67,6 +69,7 @@ impl<B: Backend> Ksm<B> {
     /// [`Error::Quiesced`] when the calling thread holds the engine still;
     /// [`Error::Backend`] when the page map cannot be read.
     pub fn scan(&self, budget: u64) -> Result<ScanReport, Error> {
+        let _span = trace::scan(budget);
         let mut report = ScanReport::default();
         let Some(scanner) = self.scanner.try_lock()? else {
             report.busy = true;
@@ -110,6 +113,15 @@ impl<B: Backend> Ksm<B> {
                 scanner.journal().todo.push_front((id, next));
             }
         }
+        let tally = {
+            let mut pass = scanner.journal();
+            pass.tally.add(&report);
+            pass.tally
+        };
+        drop(scanner);
+        if report.passes > 0 {
+            trace::pass_ended(self.full_scans.load(Ordering::Relaxed), &tally);
+        }
         Ok(report)
     }
 
@@ -123,6 +135,7 @@ impl<B: Backend> Ksm<B> {
         self.vmas.start_pass();
         self.take_in(pass, 0);
         pass.rounds = 1;
+        pass.tally = PassTally::default();
     }
 
     /// Puts the regions from number `first` on on the list.
@@ -186,10 +199,17 @@ impl<B: Backend> Ksm<B> {
         let mut next_guard = Some(guard);
         while let Some(guard) = next_guard {
             let max_pages = u64::from(self.config.window_pages).min(budget - report.pages_scanned);
+            let known = batch.wishes.len();
             let findings = survey.window(&guard, within, max_pages, batch)?;
             drop(guard);
             report.pages_scanned += findings.scanned;
             report.outcomes.add(&findings.outcomes);
+            let looked_at = PageRange {
+                end: findings.next,
+                ..within
+            };
+            let mergeable = findings.batch.wishes.len() - known;
+            trace::window(region.id, looked_at, findings.scanned, mergeable);
             (within.start, batch) = (findings.next, findings.batch);
             let full = batch.wishes.len() >= BATCH || report.pages_scanned >= budget;
             next_guard = if within.is_empty() || full {
@@ -277,6 +297,7 @@ impl<B: Backend> Ksm<B> {
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
+        trace::merges(region.id, &outcomes);
         Ok(())
     }
 }

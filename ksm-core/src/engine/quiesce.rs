@@ -8,6 +8,7 @@ use crate::backend::Backend;
 use crate::error::Error;
 use crate::region::{NoLease, Region};
 use crate::sync::{ThreadId, current};
+use crate::trace;
 
 /// Nothing is stopped or out, and nothing will be, while this lives: see
 /// [`Ksm::quiesce`].
@@ -26,6 +27,7 @@ impl<B: Backend> Drop for Quiesced<'_, B> {
         }
         drop(self.ksm.layout_lock.evict(self.holder));
         drop(self.ksm.scanner.evict(self.holder));
+        trace::resumed();
     }
 }
 
@@ -56,6 +58,7 @@ impl<B: Backend> Ksm<B> {
             }
             quiesced.regions.push(Arc::clone(region));
         }
+        trace::quiesced(quiesced.regions.len());
         Ok(quiesced)
     }
 
@@ -78,6 +81,7 @@ impl<B: Backend> Ksm<B> {
             }
             leases += 1;
         }
+        trace::recovered(leases);
         leases
     }
 }

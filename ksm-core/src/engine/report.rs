@@ -30,6 +30,18 @@ pub struct Explanation {
 }
 
 impl<B: Backend> Ksm<B> {
+    /// The trust domains that there are now, in the order in which they were made.
+    pub fn domains(&self) -> Vec<DomainId> {
+        let domains = self.layout.domains();
+        domains.iter().map(|domain| domain.id).collect()
+    }
+
+    /// The address spaces that there are now, each with its domain, in the order
+    /// in which they were made.
+    pub fn spaces(&self) -> Vec<(SpaceId, DomainId)> {
+        self.layout.spaces()
+    }
+
     /// Counters of everything.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
@@ -50,8 +62,7 @@ impl<B: Backend> Ksm<B> {
 
     fn stats_of(&self, domain: &Arc<Domain<B>>) -> Stats {
         let shared = domain.shared();
-        let retired = self.retired.lock().get(&domain.id).copied();
-        let retired = retired.unwrap_or_default();
+        let (regions, gone) = self.retired.of_domain(&self.layout, domain);
         let Walks { walks, cost } = domain.walks();
         let mut stats = Stats {
             pages_shared: shared.pages_shared,
@@ -63,14 +74,14 @@ impl<B: Backend> Ksm<B> {
             rmap_longest_hold: cost.longest_hold,
             metadata_bytes: shared.metadata_bytes,
             full_scans: self.full_scans.load(Ordering::Relaxed),
-            cow_breaks: retired.cow_breaks,
-            vmas_given_back: retired.vmas_given_back,
-            pages_given_back: retired.pages_given_back,
-            pages_scanned: retired.pages_scanned,
-            outcomes: retired.outcomes,
+            cow_breaks: gone.memory.cow_breaks,
+            vmas_given_back: gone.memory.vmas_given_back,
+            pages_given_back: gone.memory.pages_given_back,
+            pages_scanned: gone.pages_scanned,
+            outcomes: gone.memory.outcomes,
             ..Stats::default()
         };
-        for region in self.layout.regions().of_domain(domain) {
+        for region in regions {
             let memory = region.stats();
             stats.pages_unshared += memory.pages_unshared;
             stats.pages_volatile += memory.pages_volatile;
@@ -91,8 +102,10 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// [`Error::NoSpace`].
     pub fn space_stats(&self, space: SpaceId) -> Result<MemoryStats, Error> {
-        let mut sum = MemoryStats::default();
-        for region in self.layout.regions_of(space)? {
+        self.layout.domain_of(space)?;
+        let (regions, gone) = self.retired.of_space(&self.layout, space);
+        let mut sum = gone.memory;
+        for region in regions {
             sum.add(&region.stats());
         }
         Ok(sum)

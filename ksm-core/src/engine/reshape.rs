@@ -4,12 +4,13 @@ use super::Ksm;
 use crate::backend::{Backend, Memory};
 use crate::error::Error;
 use crate::page::{PageIndex, PageRange};
-use crate::region::{PageTable, Region, RegionId};
+use crate::region::{Region, RegionId};
+use crate::trace;
 
 impl<B: Backend> Ksm<B> {
     /// Cuts a region in two, the second beginning with `page`: two regions with
     /// leases of their own take its place, merged pages and pin guards as they
-    /// are. What was counted of it goes to the first.
+    /// are. What was counted of it is counted among what is gone.
     ///
     /// Waits for what is under way in the region: at most one window or run.
     ///
@@ -27,32 +28,32 @@ impl<B: Backend> Ksm<B> {
         }
         let _layout = self.layout_turn()?;
         let guard = whole.lock()?;
-        if !self.layout.stands(&whole) {
+        // Of two who are after a region, one gets it.
+        if !self.retired.begin(&self.layout, &whole) {
             return Err(Error::NoRegion(region));
         }
-        let (first, rest) = guard.memory().split(page)?;
+        let (first, rest) = match guard.memory().split(page) {
+            Ok(parts) => parts,
+            Err(error) => {
+                self.retired.cancel(&self.layout, &whole);
+                return Err(error.into());
+            }
+        };
+        let ids = [(); 2].map(|()| self.layout.reserve_region());
         let mut table = std::mem::take(&mut *whole.pages());
         let rest_of_table = table.split_off(page);
-        let part = |id, memory, at, table: PageTable| Region::part(&guard, id, memory, at, table);
-        let ids = self.layout.replace_region(region, |[first_id, rest_id]| {
-            let first = part(first_id, first, PageIndex(0), table);
-            *first.tally() = *whole.tally();
-            [first, part(rest_id, rest, page, rest_of_table)]
-        });
-        let linear = whole.linear_range();
-        let cut = whole.place(page).parts().1;
         let parts = [
-            (PageRange { end: cut, ..linear }, ids[0]),
-            (
-                PageRange {
-                    start: cut,
-                    ..linear
-                },
-                ids[1],
-            ),
+            Region::part(&guard, ids[0], first, PageIndex(0), table),
+            Region::part(&guard, ids[1], rest, page, rest_of_table),
         ];
-        whole.anon_vma.replace((linear, region), &parts);
+        let linear = parts.each_ref().map(|part| (part.linear_range(), part.id));
+        self.layout.enter_all(parts);
+        whole
+            .anon_vma
+            .replace((whole.linear_range(), region), &linear);
         guard.leave();
+        self.retired.end(&whole);
+        trace::split(region, ids);
         Ok(ids)
     }
 

@@ -12,6 +12,7 @@ use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
 use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId, SpaceId};
 use crate::rmap::ItemId;
+use crate::trace;
 use crate::unshare;
 
 /// How often a frame is sought for a page.
@@ -93,7 +94,8 @@ impl<B: Backend> Ksm<B> {
             self.take_window(&guard, &plan, window, &mut last)?;
         }
         let region = taking.0.take().expect("just looked at");
-        self.layout.enter(region);
+        self.layout.enter_all([region]);
+        trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }
 

@@ -85,6 +85,12 @@ impl<B: Backend> Regions<B> {
         self.place(id).ok().map(|place| &self.list[place])
     }
 
+    fn enter(&mut self, region: Arc<Region<B>>) {
+        if let Err(place) = self.place(region.id) {
+            self.list.insert(place, region);
+        }
+    }
+
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<Region<B>>> {
         self.list.iter()
     }
@@ -126,13 +132,14 @@ impl<B: Backend> Layout<B> {
     }
 
     /// Enters a region.
-    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> RegionId {
+    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> Arc<Region<B>> {
         self.regions.edit(|regions| {
             let id = RegionId(regions.next);
             let mut regions = regions.clone();
             regions.next += 1;
-            regions.list.push(Arc::new(make(id)));
-            (Some(regions), id)
+            let region = Arc::new(make(id));
+            regions.list.push(Arc::clone(&region));
+            (Some(regions), region)
         })
     }
 
@@ -143,28 +150,6 @@ impl<B: Backend> Layout<B> {
             let mut regions = regions.clone();
             regions.next += 1;
             (Some(regions), id)
-        })
-    }
-
-    /// Puts regions in place of one, as one step.
-    pub(crate) fn replace_region<const N: usize>(
-        &self,
-        old: RegionId,
-        make: impl FnOnce([RegionId; N]) -> [Region<B>; N],
-    ) -> [RegionId; N] {
-        self.regions.edit(|regions| {
-            let mut regions = regions.clone();
-            if let Ok(place) = regions.place(old) {
-                regions.list.remove(place);
-            }
-            let mut number = regions.next;
-            let ids = [(); N].map(|()| {
-                number += 1;
-                RegionId(number - 1)
-            });
-            regions.next = number;
-            regions.list.extend(make(ids).map(Arc::new));
-            (Some(regions), ids)
         })
     }
 
@@ -200,6 +185,13 @@ impl<B: Backend> Layout<B> {
         self.registry.lock().domains.values().cloned().collect()
     }
 
+    /// The address spaces, each with its domain.
+    pub(crate) fn spaces(&self) -> Vec<(SpaceId, DomainId)> {
+        let registry = self.registry.lock();
+        let spaces = registry.spaces.iter();
+        spaces.map(|(&space, domain)| (space, domain.id)).collect()
+    }
+
     /// The regions that stand now, in the order of their registration. Waits
     /// for nobody who changes them.
     pub(crate) fn regions(&self) -> Arc<Edition<Regions<B>>> {
@@ -219,18 +211,22 @@ impl<B: Backend> Layout<B> {
         Ok(of_space.cloned().collect())
     }
 
-    /// Enters a region whose number was reserved.
-    pub(crate) fn enter(&self, region: Region<B>) {
-        self.put_back(&Arc::new(region));
+    /// Enters regions whose numbers were reserved, as one step.
+    pub(crate) fn enter_all(&self, new: impl IntoIterator<Item = Region<B>>) {
+        self.regions.edit(|regions| {
+            let mut regions = regions.clone();
+            for region in new {
+                regions.enter(Arc::new(region));
+            }
+            (Some(regions), ())
+        });
     }
 
     /// Enters a region again that was removed.
     pub(crate) fn put_back(&self, region: &Arc<Region<B>>) {
         self.regions.edit(|regions| {
             let mut regions = regions.clone();
-            if let Err(place) = regions.place(region.id) {
-                regions.list.insert(place, Arc::clone(region));
-            }
+            regions.enter(Arc::clone(region));
             (Some(regions), ())
         });
     }

@@ -316,58 +316,25 @@ fn key<V: Copy>(node: &Node<V>) -> (PageIndex, V) {
 #[cfg(test)]
 #[cfg(not(loom))]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     fn range(start: u64, len: u64) -> PageRange {
         PageRange::new(PageIndex(start), len)
     }
 
-    fn found(tree: &IntervalTree<u32>, within: PageRange) -> Vec<(PageRange, u32)> {
-        let mut found = Vec::new();
-        tree.overlapping(within, None, |range, value| {
-            found.push((range, value));
-            ControlFlow::Continue(())
-        });
-        found
-    }
-
-    proptest! {
-        /// Against a list, after each step.
+    #[cfg(feature = "internals")]
+    proptest::proptest! {
+        /// Against a sorted map, after each step.
         #[test]
-        fn it_finds_what_a_list_finds(
-            steps in prop::collection::vec((any::<bool>(), 0..200_u64, 1..40_u64), 1..200),
-            within in (0..220_u64, 0..60_u64),
+        fn it_finds_what_a_map_finds(
+            ops in proptest::collection::vec(
+                proptest::prelude::any::<[u8; crate::internals::trees::BYTES_PER_OP]>(),
+                1..400,
+            )
         ) {
-            let mut tree = IntervalTree::default();
-            let mut list: Vec<(PageRange, u32)> = Vec::new();
-            for (number, (add, start, len)) in (0..).zip(steps) {
-                if add || list.is_empty() {
-                    tree.insert(range(start, len), number);
-                    list.push((range(start, len), number));
-                } else {
-                    let place = usize::try_from(start).unwrap() % list.len();
-                    let (range, value) = list.swap_remove(place);
-                    prop_assert!(tree.remove(range, value));
-                    prop_assert!(!tree.remove(range, value));
-                }
-                tree.check().map_err(TestCaseError::fail)?;
-            }
-            list.sort_by_key(|(range, value)| (range.start, *value));
-            prop_assert_eq!(found(&tree, range(0, 1000)), list.clone());
-            let within = range(within.0, within.1);
-            list.retain(|(range, _)| !range.intersection(within).is_empty());
-            prop_assert_eq!(found(&tree, within), list.clone());
-            // Begun anew behind each one found, it goes on with the next.
-            for (place, (range, value)) in list.iter().enumerate() {
-                let mut next = None;
-                tree.overlapping(within, Some((range.start, *value)), |range, value| {
-                    next = Some((range, value));
-                    ControlFlow::Break(())
-                });
-                prop_assert_eq!(next, list.get(place + 1).copied());
-            }
+            use crate::internals::trees;
+            let ops = trees::decode(&ops.concat());
+            proptest::prop_assert_eq!(trees::intervals(&ops), Ok(()));
         }
     }
 

@@ -21,6 +21,8 @@ mod place;
 pub(crate) use anon_vma::{AnonVma, AnonVmaId, AnonVmas, WalkCost};
 pub(crate) use flight::{Change, Flight, Pending};
 pub use ids::{DomainId, RegionId, SpaceId};
+#[cfg(feature = "internals")]
+pub(crate) use interval::IntervalTree;
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
 pub use pins::PinGuard;

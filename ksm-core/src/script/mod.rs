@@ -51,7 +51,7 @@ mod text;
 mod verify;
 
 pub use content::Content;
-pub use decode::{BYTES_PER_OP, decode};
+pub use decode::{BYTES_PER_OP, decode, decode_layout};
 pub use host::{Event, Host, Meddling, Weather};
 pub use op::{Op, Reach};
 pub use run::{Applied, Mismatch, Runner};

@@ -58,6 +58,11 @@ pub enum Op {
         /// The space.
         space: usize,
     },
+    /// Forgets a domain, which is refused as long as a space is in it.
+    Forget {
+        /// The domain.
+        domain: usize,
+    },
     /// Cuts a region in two: as two new regions.
     Split {
         /// The region.

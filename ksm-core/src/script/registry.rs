@@ -4,16 +4,17 @@ use super::host::Host;
 use super::oracle::Oracle;
 use super::run::{Applied, Memory, Outcome, Region, Runner, Space};
 use crate::backend::RegionOptions;
+use crate::error::Error;
 
 impl<H: Host> Runner<H> {
     pub(super) fn add_domain(&mut self) -> Outcome {
         let domain = self.ksm.create_domain();
-        self.domains.extend(domain.as_ref().ok());
+        self.domains.extend(domain.as_ref().ok().copied().map(Some));
         self.accept(domain)
     }
 
     pub(super) fn add_space(&mut self, domain: usize) -> Outcome {
-        let Some(&id) = self.domains.get(domain) else {
+        let Some(id) = self.domain(domain) else {
             // Names go on, so that later lines mean what they meant.
             self.spaces.push(None);
             return Ok(Applied::Skipped);
@@ -22,6 +23,25 @@ impl<H: Host> Runner<H> {
         self.spaces
             .push(space.as_ref().ok().map(|&id| Space { id, domain }));
         self.accept(space)
+    }
+
+    pub(super) fn forget(&mut self, domain: usize) -> Outcome {
+        let Some(id) = self.domain(domain) else {
+            return Ok(Applied::Skipped);
+        };
+        let mut spaces = self.spaces.iter().flatten();
+        let used = spaces.any(|space| space.domain == domain);
+        match self.ksm.remove_domain(id) {
+            Ok(()) if !used => {
+                self.domains[domain] = None;
+                match self.ksm.domain_stats(id) {
+                    Err(Error::NoDomain(_)) => Ok(Applied::Done),
+                    found => Err(format!("d{domain} is forgotten: {found:?}")),
+                }
+            }
+            Err(error @ Error::DomainInUse(_)) if used => Ok(Applied::Refused(error.to_string())),
+            done => Err(format!("d{domain}, in use: {used}, is forgotten: {done:?}")),
+        }
     }
 
     pub(super) fn register_fresh(&mut self, space: usize, pages: u64, guarded: bool) -> Outcome {

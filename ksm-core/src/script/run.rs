@@ -91,7 +91,8 @@ pub(super) struct Memory<G> {
 pub struct Runner<H: Host> {
     pub(super) host: H,
     pub(super) ksm: Ksm<H::Backend>,
-    pub(super) domains: Vec<DomainId>,
+    /// `None` once they are forgotten.
+    pub(super) domains: Vec<Option<DomainId>>,
     pub(super) spaces: Vec<Option<Space>>,
     pub(super) regions: Vec<Region>,
     pub(super) memories: Vec<Memory<H::Guest>>,
@@ -144,7 +145,7 @@ impl<H: Host> Runner<H> {
     /// The engine's name for a domain of the script.
     #[must_use]
     pub fn domain(&self, domain: usize) -> Option<DomainId> {
-        self.domains.get(domain).copied()
+        *self.domains.get(domain)?
     }
 
     /// How many regions of the script were named.
@@ -215,6 +216,7 @@ impl<H: Host> Runner<H> {
             } => self.register_again(space, region, guarded),
             Op::Unregister { region } => self.unregister(region),
             Op::Remove { space } => self.remove(space),
+            Op::Forget { domain } => self.forget(domain),
             Op::Split { region, page } => self.split(region, page),
             Op::Clone { space, region } => self.clone_region(space, region),
             Op::Move { region } => self.move_region(region),

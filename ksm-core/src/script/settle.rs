@@ -54,8 +54,11 @@ impl<H: Host> Runner<H> {
     }
 
     fn verify_domain(&self, domain: usize) -> Result<(), String> {
+        let Some(id) = self.domain(domain) else {
+            return Ok(());
+        };
         let census = self.census(domain)?;
-        let stats = self.ksm.domain_stats(self.domains[domain]);
+        let stats = self.ksm.domain_stats(id);
         let stats = stats.map_err(|error| error.to_string())?;
         let merged = stats.pages_shared + stats.pages_sharing;
         let (duplicates, singles) = (census.duplicates(), census.singles());

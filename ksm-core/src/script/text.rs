@@ -98,6 +98,7 @@ impl fmt::Display for Op {
             } => write!(f, "again s{space} r{region}{}", tail(guarded)),
             Self::Unregister { region } => write!(f, "unregister r{region}"),
             Self::Remove { space } => write!(f, "remove s{space}"),
+            Self::Forget { domain } => write!(f, "forget d{domain}"),
             Self::Split { region, page } => write!(f, "split r{region} {}", page.0),
             Self::Clone { space, region } => write!(f, "clone s{space} r{region}"),
             Self::Move { region } => write!(f, "move r{region}"),
@@ -246,6 +247,9 @@ impl FromStr for Op {
             "remove" => Self::Remove {
                 space: words.name('s')?,
             },
+            "forget" => Self::Forget {
+                domain: words.name('d')?,
+            },
             "clone" => Self::Clone {
                 space: words.name('s')?,
                 region: words.name('r')?,
@@ -388,14 +392,16 @@ fn step(word: &str) -> Result<crate::fault::Step, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::script::decode;
+    use crate::script::{decode, decode_layout};
 
     #[test]
     fn what_is_printed_is_what_is_parsed() {
         for seed in 0..200_u8 {
             let bytes: Vec<u8> = (0..200_u8).map(|n| n.wrapping_mul(seed) ^ seed).collect();
-            let script = Script(decode(&bytes));
-            assert_eq!(script.to_string().parse(), Ok(script));
+            for ops in [decode(&bytes), decode_layout(&bytes)] {
+                let script = Script(ops);
+                assert_eq!(script.to_string().parse(), Ok(script));
+            }
         }
     }
 

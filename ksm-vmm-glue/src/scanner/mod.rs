@@ -14,6 +14,8 @@ use std::time::Duration;
 use ksm_core::Ksm;
 use ksm_core::backend::Backend;
 
+use crate::trace;
+
 pub use pace::Pacing;
 use pace::{Pace, StopSignal};
 use watch::ThreadWatch;
@@ -140,6 +142,7 @@ impl ScannerThread {
             }),
             pages_scanned: AtomicU64::new(0),
         });
+        trace::scanner_started(0);
         let mut first = Scanner::spawn(&ksm, &shared, &prepare)?;
         shared.state().watch = first.watch();
         let watched = Arc::clone(&shared);
@@ -147,12 +150,14 @@ impl ScannerThread {
             let mut left = options.restarts;
             loop {
                 let status = first.wait(&ksm);
+                trace::scanner_ended(&status);
                 let wanted = !matches!(status, Status::Stopped) && left > 0;
                 watched.state().status = status;
                 if !wanted || watched.stop.wait(RESTART_PAUSE) {
                     return;
                 }
                 left -= 1;
+                trace::scanner_started(options.restarts - left);
                 {
                     // Said before it runs: what it does is seen at once.
                     let mut state = watched.state();
@@ -163,8 +168,10 @@ impl ScannerThread {
                     Ok(next) => first = next,
                     Err(error) => {
                         let reason = error.to_string();
+                        let status = Status::NotRestarted { reason };
+                        trace::scanner_ended(&status);
                         let mut state = watched.state();
-                        state.status = Status::NotRestarted { reason };
+                        state.status = status;
                         state.tally.restarts -= 1;
                         return;
                     }
@@ -316,9 +323,13 @@ fn scan_until_told<B: Backend>(ksm: &Ksm<B>, shared: &Shared) -> Status {
                 }
             }
             Ok(Err(error)) => {
-                let tally = &mut shared.state().tally;
-                tally.errors += 1;
-                tally.last_error = Some(error.to_string());
+                let error = error.to_string();
+                let again = {
+                    let tally = &mut shared.state().tally;
+                    tally.errors += 1;
+                    tally.last_error.replace(error.clone()).as_ref() == Some(&error)
+                };
+                trace::scan_failed(&error, again);
                 pause = pause.max(IDLE_PAUSE);
             }
             Err(panic) => {

@@ -1,5 +1,7 @@
-//! Handles on private parts, for the project's own benchmarks and nobody else:
-//! may change at any time.
+//! Handles on private parts, for the project's own benchmarks and fuzz targets
+//! and nobody else: may change at any time.
+
+pub mod trees;
 
 use crate::backend::Backend;
 use crate::engine::Ksm;

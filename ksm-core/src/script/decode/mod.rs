@@ -1,19 +1,45 @@
 //! Operations from bytes: every string of bytes is a script that makes sense,
 //! mostly. For fuzzing and property tests.
+//!
+//! Two mixes of one language: [`decode`] has few, larger regions and everything
+//! that guests and hosts do to pages; [`decode_layout`] many small regions that
+//! come and go.
+
+mod reshape;
 
 use std::slice;
 
-use super::content::Content;
-use super::op::{Op, Reach};
 use crate::backend::sim::{Call, Failure};
 use crate::page::{PageIndex, PageRange};
+use crate::script::content::Content;
+use crate::script::op::{Op, Reach};
 
-/// The longest region, in pages.
-const MAX_PAGES: u64 = 48;
-/// The most domains, spaces and regions that are alive at once.
-const MAX_DOMAINS: usize = 3;
-const MAX_SPACES: usize = 4;
-const MAX_REGIONS: usize = 5;
+/// What there is of everything, at most.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// The longest region, in pages.
+    pages: u64,
+    /// Domains that are alive at once.
+    domains: usize,
+    /// Spaces that are alive at once.
+    spaces: usize,
+    /// Regions that are registered at once.
+    regions: usize,
+}
+
+const FEW_AND_LARGE: Limits = Limits {
+    pages: 48,
+    domains: 3,
+    spaces: 4,
+    regions: 5,
+};
+
+const MANY_AND_SMALL: Limits = Limits {
+    pages: 4,
+    domains: 4,
+    spaces: 8,
+    regions: 24,
+};
 
 /// Bytes that an operation is made from. Always as many, so that leaving some
 /// out, as shrinking and fuzzing do, leaves the other operations what they are.
@@ -23,11 +49,23 @@ pub const BYTES_PER_OP: usize = 6;
 /// bytes say. Names are mostly of things that are there.
 #[must_use]
 pub fn decode(bytes: &[u8]) -> Vec<Op> {
+    decode_with(bytes, FEW_AND_LARGE, Decoder::op)
+}
+
+/// As [`decode`], about what is registered: domains, spaces and many small
+/// regions come and go, with guards on some of them, over pages that are merged.
+#[must_use]
+pub fn decode_layout(bytes: &[u8]) -> Vec<Op> {
+    decode_with(bytes, MANY_AND_SMALL, Decoder::layout_op)
+}
+
+fn decode_with<'a>(bytes: &'a [u8], limits: Limits, op: fn(&mut Decoder<'a>, u8)) -> Vec<Op> {
     let mut chunks = bytes.chunks(BYTES_PER_OP);
     let mut decoder = Decoder {
+        limits,
         bytes: chunks.next().unwrap_or_default().iter(),
-        domains: 1,
-        spaces: vec![true],
+        domains: vec![true],
+        spaces: vec![Some(0)],
         regions: Vec::new(),
         ops: vec![Op::Domain, Op::Space { domain: 0 }],
     };
@@ -35,7 +73,10 @@ pub fn decode(bytes: &[u8]) -> Vec<Op> {
     for chunk in chunks {
         decoder.bytes = chunk.iter();
         let code = decoder.byte();
-        decoder.op(code);
+        match code {
+            240.. => decoder.reshape_op(code),
+            code => op(&mut decoder, code % 64),
+        }
     }
     decoder.ops
 }
@@ -51,8 +92,11 @@ struct Known {
 struct Decoder<'a> {
     /// What is left of the bytes of one operation.
     bytes: slice::Iter<'a, u8>,
-    domains: usize,
-    spaces: Vec<bool>,
+    limits: Limits,
+    /// Whether they are alive.
+    domains: Vec<bool>,
+    /// The domain of those that are alive.
+    spaces: Vec<Option<usize>>,
     regions: Vec<Known>,
     ops: Vec<Op>,
 }
@@ -71,14 +115,35 @@ impl Decoder<'_> {
     }
 
     fn op(&mut self, code: u8) {
-        if code >= 240 {
-            return self.layout_op(code);
-        }
-        match code % 64 {
+        match code {
             0..=18 => self.write(),
-            19..=36 => self.engine_op(code % 64),
-            37..=51 => self.page_op(code % 64),
+            19..=36 => self.engine_op(code),
+            37..=51 => self.page_op(code),
             code => self.rare_op(code),
+        }
+    }
+
+    fn layout_op(&mut self, code: u8) {
+        match code {
+            0..=9 => self.write(),
+            10..=17 => self.scan(),
+            18..=19 => self.ops.push(Op::Settle),
+            20..=27 => self.grow(),
+            28..=32 => self.unregister(),
+            33..=38 => self.again(),
+            39..=42 => self.space(),
+            43..=45 => self.remove(false),
+            46..=47 => self.forget(),
+            48..=51 => self.on_pages(|region, range| Op::Discard { region, range }),
+            52..=54 => self.on_pages(|region, range| Op::PinGuard { region, range }),
+            55 => self.on_page(|region, page| Op::Pin { region, page }),
+            56..=57 => self.on_pages(|region, range| Op::UnpinGuard { region, range }),
+            58 => self.unmerge(),
+            59 => self.ops.push(Op::Quiesce),
+            60 => self.fail(),
+            61 => self.ops.push(Op::Calm),
+            62 => self.ops.push(Op::Storm),
+            _ => self.panic(),
         }
     }
 
@@ -101,40 +166,53 @@ impl Decoder<'_> {
     }
 
     fn engine_op(&mut self, code: u8) {
-        let op = match code {
-            19..=30 => Op::Scan {
-                budget: 1 + u64::from(self.byte()),
-            },
-            31..=32 => Op::Settle,
-            33 => Op::Quiesce,
-            _ => match self.byte() % 4 {
-                0 => Op::Unmerge(Reach::All),
-                1 => Op::Unmerge(Reach::Space(self.below(self.spaces.len()))),
-                _ => {
-                    let Some(region) = self.region() else { return };
-                    Op::Unmerge(Reach::Pages(region, self.range(region)))
-                }
-            },
+        match code {
+            19..=30 => self.scan(),
+            31..=32 => self.ops.push(Op::Settle),
+            33 => self.ops.push(Op::Quiesce),
+            _ => self.unmerge(),
+        }
+    }
+
+    fn scan(&mut self) {
+        let budget = 1 + u64::from(self.byte());
+        self.ops.push(Op::Scan { budget });
+    }
+
+    fn unmerge(&mut self) {
+        let op = match self.byte() % 4 {
+            0 => Op::Unmerge(Reach::All),
+            1 => Op::Unmerge(Reach::Space(self.below(self.spaces.len()))),
+            _ => {
+                let Some(region) = self.region() else { return };
+                Op::Unmerge(Reach::Pages(region, self.range(region)))
+            }
         };
         self.ops.push(op);
     }
 
     fn page_op(&mut self, code: u8) {
+        match code {
+            37..=40 => self.on_pages(|region, range| Op::Read { region, range }),
+            41..=43 => self.on_pages(|region, range| Op::Discard { region, range }),
+            44 => self.on_pages(|region, range| Op::PinGuard { region, range }),
+            45..=46 => self.on_page(|region, page| Op::Pin { region, page }),
+            47 => self.on_page(|region, page| Op::Unpin { region, page }),
+            48 => self.on_pages(|region, range| Op::UnpinGuard { region, range }),
+            49 => self.on_pages(|region, range| Op::Swap { region, range }),
+            50 => self.on_pages(|region, range| Op::Fork { region, range }),
+            _ => self.on_page(|region, page| Op::Huge { region, page }),
+        }
+    }
+
+    fn on_pages(&mut self, op: impl FnOnce(usize, PageRange) -> Op) {
         let Some(region) = self.region() else { return };
         let range = self.range(region);
-        let page = range.start;
-        let op = match code {
-            37..=40 => Op::Read { region, range },
-            41..=43 => Op::Discard { region, range },
-            44 => Op::PinGuard { region, range },
-            45..=46 => Op::Pin { region, page },
-            47 => Op::Unpin { region, page },
-            48 => Op::UnpinGuard { region, range },
-            49 => Op::Swap { region, range },
-            50 => Op::Fork { region, range },
-            _ => Op::Huge { region, page },
-        };
-        self.ops.push(op);
+        self.ops.push(op(region, range));
+    }
+
+    fn on_page(&mut self, op: impl FnOnce(usize, PageIndex) -> Op) {
+        self.on_pages(|region, range| op(region, range.start));
     }
 
     fn rare_op(&mut self, code: u8) {
@@ -153,78 +231,6 @@ impl Decoder<'_> {
             62 => self.remove(false),
             _ => self.panic(),
         }
-    }
-
-    fn layout_op(&mut self, code: u8) {
-        let alive = self.regions.iter().filter(|known| known.registered);
-        let room = alive.count() < MAX_REGIONS;
-        match code {
-            240..=243 if room => self.split(),
-            244..=247 if room => self.clone_region(),
-            248..=249 => self.move_region(),
-            250..=251 if room => self.take_over(),
-            252 => self.remove(true),
-            _ => {
-                let Some(region) = self.region() else { return };
-                let page = self.range(region).start;
-                self.ops.push(Op::Unshare { region, page });
-            }
-        }
-    }
-
-    fn split(&mut self) {
-        let Some(region) = self.region() else { return };
-        let page = self.range(region).start;
-        self.ops.push(Op::Split { region, page });
-        if page.0 > 0 {
-            let old = self.regions[region];
-            self.regions[region].registered = false;
-            let pages = [page.0, old.pages - page.0];
-            let parts = pages.map(|pages| Known { pages, ..old });
-            self.regions.extend(parts);
-        }
-    }
-
-    fn clone_region(&mut self) {
-        let Some(region) = self.region() else { return };
-        let space = self.below(self.spaces.len());
-        let old = self.regions[region];
-        let registered = self.spaces[space];
-        self.ops.push(Op::Clone { space, region });
-        self.regions.push(Known {
-            space,
-            registered,
-            ..old
-        });
-    }
-
-    fn move_region(&mut self) {
-        let Some(region) = self.region() else { return };
-        let old = self.regions[region];
-        self.regions[region].registered = false;
-        self.regions.push(old);
-        self.ops.push(Op::Move { region });
-    }
-
-    fn take_over(&mut self) {
-        let space = self.below(self.spaces.len());
-        let pages = 1 + u64::from(self.byte()) % MAX_PAGES;
-        let content = Content {
-            number: u32::from(self.byte() & 7),
-            last: 0,
-        };
-        let guarded = self.flip();
-        self.ops.push(Op::TakeOver {
-            space,
-            pages,
-            content,
-            guarded,
-        });
-        self.regions.push(Known {
-            pages,
-            space,
-            registered: self.spaces[space],
-        });
     }
 
     fn fail(&mut self) {
@@ -253,32 +259,35 @@ impl Decoder<'_> {
     }
 
     fn space(&mut self) {
-        let alive = self.spaces.iter().filter(|alive| **alive).count();
-        if alive >= MAX_SPACES {
+        if self.spaces.iter().flatten().count() >= self.limits.spaces {
             return;
         }
-        if self.domains < MAX_DOMAINS && self.flip() {
-            self.domains += 1;
+        let domains = self.domains.iter().filter(|alive| **alive).count();
+        if domains < self.limits.domains && self.flip() {
+            self.domains.push(true);
             self.ops.push(Op::Domain);
         }
-        let domain = self.below(self.domains);
-        self.spaces.push(true);
+        let domain = self.below(self.domains.len());
+        if !self.domains[domain] {
+            return;
+        }
+        self.spaces.push(Some(domain));
         self.ops.push(Op::Space { domain });
         self.register(self.spaces.len() - 1);
     }
 
     fn grow(&mut self) {
         let alive = self.regions.iter().filter(|known| known.registered);
-        if alive.count() < MAX_REGIONS {
+        if alive.count() < self.limits.regions {
             let space = self.below(self.spaces.len());
-            if self.spaces[space] {
+            if self.spaces[space].is_some() {
                 self.register(space);
             }
         }
     }
 
     fn register(&mut self, space: usize) {
-        let pages = 1 + u64::from(self.byte()) % MAX_PAGES;
+        let pages = 1 + u64::from(self.byte()) % self.limits.pages;
         let guarded = self.flip();
         self.regions.push(Known {
             pages,
@@ -305,7 +314,7 @@ impl Decoder<'_> {
         let space = self.below(self.spaces.len());
         let guarded = self.flip();
         let old = self.regions[region];
-        if old.registered || !self.spaces[space] {
+        if old.registered || self.spaces[space].is_none() {
             return;
         }
         self.regions.push(Known {
@@ -325,7 +334,7 @@ impl Decoder<'_> {
         if space == 0 {
             return;
         }
-        self.spaces[space] = false;
+        self.spaces[space] = None;
         for known in &mut self.regions {
             known.registered &= known.space != space;
         }
@@ -333,6 +342,14 @@ impl Decoder<'_> {
             true => Op::Drop { space },
             false => Op::Remove { space },
         });
+    }
+
+    /// Forgets a domain, which is refused if a space is in it.
+    fn forget(&mut self) {
+        let domain = self.below(self.domains.len());
+        let used = self.spaces.contains(&Some(domain));
+        self.domains[domain] &= used;
+        self.ops.push(Op::Forget { domain });
     }
 
     /// A region: a registered one, if there is one at or after the place that
