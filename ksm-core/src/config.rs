@@ -41,8 +41,9 @@ pub struct Config {
     /// The most pages whose writes are stopped at once, 1 to 65,536. A vCPU that
     /// writes to one of them waits for all.
     pub pages_per_stop: u32,
-    /// From how many pages on a window is fingerprinted by the rayon pool that
-    /// `scan` is called in. `u32::MAX` for never.
+    /// From how many pages on a window is fingerprinted, and merged pages are given
+    /// copies, by the rayon pool that `scan` or `unmerge` is called in. `u32::MAX`
+    /// for never.
     pub parallel_pages: u32,
     /// The most virtual memory areas that merging may cost over all regions.
     /// `None` for three quarters of what the process may still have

@@ -1,13 +1,19 @@
 //! Break-COW: giving pages copies of their own, and mappings back.
 
+use rayon::prelude::*;
+
 use crate::backend::{Backend, Backing, Memory, PageState};
 use crate::error::{BackendError, Error};
 use crate::fault::{self, Step};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Change, Class, Region, RegionGuard};
 
-/// Pages whose copies are made under one hold of the lease.
-const CHUNK_PAGES: u64 = 512;
+/// Pages whose copies are made under one hold of the lease, those in between that
+/// are not merged among them.
+const CHUNK_PAGES: u64 = 1024;
+
+/// Pages whose copies one thread makes at a time.
+const PIECE_PAGES: u64 = 256;
 
 /// How often a range is tried in a row without getting further.
 const TRIES: u32 = 16;
@@ -18,19 +24,24 @@ const TRIES: u32 = 16;
 /// A copy that was asked for may not come about: the host refuses, or a fault
 /// is in its way. So the page map decides, and the question is asked again until
 /// it says that nothing is shared (the kernel's `break_ksm` loops for the same
-/// reason).
-pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Result<u64, Error> {
+/// reason). From `parallel_pages` on, copies are made by the rayon pool that this is
+/// called in.
+pub(crate) fn unmerge<B: Backend>(
+    region: &Region<B>,
+    range: PageRange,
+    parallel_pages: u32,
+) -> Result<u64, Error> {
     let mut unshared = 0;
     let runs = {
         // A merge under way is written down before its lease is free.
         let _guard = region.lock()?;
         region.pages().frame_runs(range)
     };
-    for chunk in runs.into_iter().flat_map(|run| run.chunks(CHUNK_PAGES)) {
+    for chunk in chunks(&runs) {
         let mut tries = 0;
         loop {
             let guard = region.lock()?;
-            let (broken, left, error) = break_cow(&guard, chunk);
+            let (broken, left, error) = break_cow(&guard, chunk, parallel_pages);
             unshared += broken;
             if left == 0 {
                 break;
@@ -48,18 +59,40 @@ pub(crate) fn unmerge<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
     Ok(unshared)
 }
 
+/// Cuts `runs` into chunks: short ones that stand near one another are in one.
+fn chunks(runs: &[PageRange]) -> Vec<PageRange> {
+    let mut chunks: Vec<PageRange> = Vec::new();
+    for piece in runs.iter().flat_map(|run| run.chunks(CHUNK_PAGES)) {
+        match chunks.last_mut() {
+            Some(chunk) if piece.end.0 - chunk.start.0 <= CHUNK_PAGES => chunk.end = piece.end,
+            _ => chunks.push(piece),
+        }
+    }
+    chunks
+}
+
 /// One try. Returns how many pages got a copy, how many are left, and what the
 /// host said.
 pub(crate) fn break_cow<B: Backend>(
     guard: &RegionGuard<'_, B>,
     chunk: PageRange,
+    parallel_pages: u32,
 ) -> (u64, u64, Option<BackendError>) {
+    let runs = merged_runs(guard, chunk);
+    let before = runs.iter().map(|run| run.len()).sum::<u64>();
+    let copy = |piece| guard.memory().populate(piece).err();
     let mut error = None;
-    for run in merged_runs(guard, chunk) {
-        error = guard.memory().populate(run).err().or(error);
+    if before < u64::from(parallel_pages) {
+        for &run in &runs {
+            error = copy(run).or(error);
+        }
+    } else {
+        let pieces = runs.iter().flat_map(|run| run.chunks(PIECE_PAGES));
+        let pieces: Vec<PageRange> = pieces.collect();
+        let errors = pieces.into_par_iter().filter_map(copy);
+        error = errors.reduce_with(|one, _| one);
     }
-    let before = merged(guard, chunk);
-    if let Err(unread) = note_copies(guard, chunk) {
+    if let Err(unread) = note_copies(guard, &runs) {
         error = Some(unread);
     }
     let left = merged(guard, chunk);
@@ -87,22 +120,22 @@ pub(crate) fn merged_runs<B: Backend>(
     runs
 }
 
-/// Notes which merged pages of `range` have copies of their own.
+/// Notes which pages of `merged` have copies of their own.
 fn note_copies<B: Backend>(
     guard: &RegionGuard<'_, B>,
-    range: PageRange,
+    merged: &[PageRange],
 ) -> Result<(), BackendError> {
     let mut runs = Vec::new();
-    let mut rest = range;
-    while !rest.is_empty() {
-        rest.start = guard.memory().populated(rest, rest.len(), &mut runs)?;
+    for &run in merged {
+        let mut rest = run;
+        while !rest.is_empty() {
+            rest.start = guard.memory().populated(rest, rest.len(), &mut runs)?;
+        }
     }
     let copied = runs
         .iter()
         .filter(|run| matches!(run.state, PageState::Private | PageState::Swapped));
-    for page in copied.flat_map(|run| run.range.iter()) {
-        guard.note_copied(page);
-    }
+    guard.note_all_copied(copied.flat_map(|run| run.range.iter()));
     Ok(())
 }
 
@@ -117,6 +150,7 @@ pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Resul
             let guard = region.lock()?;
             let left = region.pages().frame_runs(chunk);
             if left.is_empty() {
+                guard.memory().rest();
                 break;
             }
             if let Err(source) = restore_runs(&guard, &left) {
@@ -184,7 +218,7 @@ pub(crate) fn give_up<B: Backend>(guard: &RegionGuard<'_, B>) {
     if refused {
         for chunk in region.range().chunks(CHUNK_PAGES) {
             let mut tries = 0..TRIES;
-            while tries.next().is_some() && break_cow(guard, chunk).1 > 0 {}
+            while tries.next().is_some() && break_cow(guard, chunk, u32::MAX).1 > 0 {}
         }
     }
     region.abandon();

@@ -377,6 +377,22 @@ fn fact_11_new_mappings_carry_what_the_old_ones_did() {
     }
 }
 
+/// Fact 11: what is no secret is told to new mappings once for many stops.
+#[test]
+fn fact_11_new_mappings_are_kept_from_forks_at_last() {
+    let guest = Guest::new(16);
+    let backend = backend(StopMethod::Move);
+    let bench = Bench::with(backend, guest, RegionOptions::default());
+    bench.guest.fill_all(pages(0, 16), 7);
+    bench.merge(pages(0, 4), 0, 7);
+    bench.merge(pages(8, 4), 4, 7);
+    bench.memory.rest();
+    for page in [1, 5, 9, 15] {
+        let flags = bench.guest.vm_flags(page);
+        assert!(flags.contains(&"dc".into()), "page {page}: {flags:?}");
+    }
+}
+
 /// Fact 13: a userfaultfd that does not stop the kernel is refused; ours does.
 #[test]
 fn fact_13_the_kernels_own_writes_are_stopped() {

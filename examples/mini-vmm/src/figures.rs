@@ -70,7 +70,7 @@ pub(crate) fn add_counters(
             }
         }
         Merger::Kernel(_) => {
-            let foreign = Ksmd::foreign_pages()?;
+            let foreign = kernel_ksm::foreign_pages()?;
             if foreign > 0 {
                 let note = format!("{foreign} merged pages of other processes are in the figures.");
                 eprintln!("{note}");

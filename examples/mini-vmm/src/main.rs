@@ -20,7 +20,6 @@ mod host;
 mod host_cpu;
 mod hotplug;
 mod image;
-mod keeper;
 mod ksmd;
 mod kvm_slots;
 mod layout;
@@ -64,7 +63,7 @@ const FAILED: u8 = 1;
 const CANNOT_RUN: u8 = 3;
 
 fn main() -> ExitCode {
-    if let Some(exit) = keeper::serve_if_asked() {
+    if let Some(exit) = kernel_ksm::keeper::serve_if_asked() {
         return exit;
     }
     let args = Args::parse_checked();

@@ -141,7 +141,7 @@ fn caption(args: &Args, pages: u64) -> String {
 
 fn ksmd_cpu_time(merger: Option<&Merger>) -> anyhow::Result<Duration> {
     match merger {
-        Some(Merger::Kernel(_)) => Ksmd::cpu_time(),
+        Some(Merger::Kernel(ksmd)) => ksmd.cpu_time(),
         _ => Ok(Duration::ZERO),
     }
 }

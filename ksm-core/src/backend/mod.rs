@@ -340,6 +340,11 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// may have been replaced since. Does nothing to pages that are not held.
     fn lift(&self, range: PageRange, backing: Backing);
 
+    /// No stop is going to follow for now: does what earlier ones have left to be
+    /// done once for many, freeing pages that were replaced, say. Nothing is
+    /// stopped.
+    fn rest(&self) {}
+
     /// For a [`Memory::share`], [`Memory::zero`] or [`Memory::restore`] of
     /// `range` whose caller vanished before or after the call, never inside it:
     /// says which, and lifts the range.

@@ -11,7 +11,7 @@ use crate::backend::{Backend, FrameStore};
 use crate::fingerprint::{Digest, Fingerprint, Keys};
 use crate::page::{FrameId, FrameRange};
 use crate::region::{AnonVmas, DomainId, Place, WalkCost};
-use crate::rmap::ItemId;
+use crate::rmap::{ItemId, StableNode};
 use crate::sharing::{Planner, Sharing};
 use crate::stable::{Found, StableTree};
 use crate::sync::Mutex;
@@ -152,6 +152,21 @@ impl<B: Backend> Domain<B> {
         }
     }
 
+    /// The same for many pages at once: frames in a row that nobody sees any more
+    /// are given back by one call.
+    pub(crate) fn unshare_all(&self, pages: &[(FrameId, ItemId)]) {
+        let mut sharing = self.sharing.lock();
+        let mut unseen: Vec<FrameId> = pages
+            .iter()
+            .filter(|&&(frame, item)| sharing.rmap.remove(frame, item) == 0)
+            .map(|&(frame, _)| frame)
+            .collect();
+        unseen.sort_unstable();
+        for run in unseen.chunk_by(|left, right| left.plus(1) == *right) {
+            self.retire_run(&mut sharing, run);
+        }
+    }
+
     /// The mapping of a page names `frame` no longer.
     pub(crate) fn unname(&self, frame: FrameId) {
         let mut sharing = self.sharing.lock();
@@ -177,26 +192,41 @@ impl<B: Backend> Domain<B> {
         self.unname(frame);
     }
 
-    /// Nobody sees the frame any more: gives its memory back, and its number
-    /// too unless a copied page still names it.
+    /// Nobody sees the frame any more.
     fn retire(&self, sharing: &mut Sharing, frame: FrameId) {
-        let Some(node) = sharing.rmap.node(frame).copied() else {
-            return;
-        };
-        if node.live {
-            sharing.rmap.set_live(frame, false);
-            if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
-                self.stable.remove(node.fingerprint, &digest);
-                if let Some(heir) = sharing.heir(&node) {
-                    self.stable.insert(node.fingerprint, digest, heir);
-                }
+        self.retire_run(sharing, &[frame]);
+    }
+
+    /// Nobody sees these frames, which are in a row, any more: gives their memory
+    /// back, and their numbers too unless a copied page still names them.
+    fn retire_run(&self, sharing: &mut Sharing, run: &[FrameId]) {
+        for &frame in run {
+            let node = sharing.rmap.node(frame).copied();
+            if let Some(node) = node.filter(|node| node.live) {
+                self.bury(sharing, frame, &node);
             }
         }
-        if self.store.punch(FrameRange::one(frame)).is_err() {
-            sharing.make_loose(frame, None);
+        let (Some(&start), Ok(len)) = (run.first(), u32::try_from(run.len())) else {
             return;
+        };
+        let punched = self.store.punch(FrameRange { start, len });
+        for &frame in run {
+            match punched {
+                Ok(()) => sharing.free_number(frame),
+                Err(_) => sharing.make_loose(frame, None),
+            }
         }
-        sharing.free_number(frame);
+    }
+
+    /// Takes care that nobody comes to map the frame any more.
+    fn bury(&self, sharing: &mut Sharing, frame: FrameId, node: &StableNode) {
+        sharing.rmap.set_live(frame, false);
+        if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
+            self.stable.remove(node.fingerprint, &digest);
+            if let Some(heir) = sharing.heir(node) {
+                self.stable.insert(node.fingerprint, digest, heir);
+            }
+        }
     }
 
     /// The first frame from `frame` on that pages share.

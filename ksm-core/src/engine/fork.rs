@@ -165,7 +165,7 @@ impl<B: Backend> Ksm<B> {
                 }
                 Turn::Gone => return Err(Error::NoRegion(region.id)),
             };
-            next = self.scan_window(guard, next, u64::MAX, Aim::Freeze, &mut report)?;
+            next = self.scan_windows(guard, next, u64::MAX, Aim::Freeze, &mut report)?;
             report.pages_scanned = 0;
         }
         Ok(())

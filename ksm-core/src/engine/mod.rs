@@ -204,7 +204,7 @@ impl<B: Backend> Ksm<B> {
     }
 
     fn undo(&self, region: &Region<B>) -> Result<(), Error> {
-        unshare::unmerge(region, region.range())?;
+        unshare::unmerge(region, region.range(), self.config.parallel_pages)?;
         if region.options.dma_guarded {
             unshare::restore(region, region.range())?;
         }
@@ -283,12 +283,12 @@ impl<B: Backend> Ksm<B> {
             Target::Space(space) => self.layout.regions_of(space)?,
             Target::Pages(region, range) => {
                 let region = self.region_with(region, range)?;
-                return unshare::unmerge(&region, range);
+                return unshare::unmerge(&region, range, self.config.parallel_pages);
             }
         };
         let mut unshared = 0;
         for region in regions {
-            unshared += unshare::unmerge(&region, region.range())?;
+            unshared += unshare::unmerge(&region, region.range(), self.config.parallel_pages)?;
         }
         Ok(unshared)
     }

@@ -45,7 +45,7 @@ impl<B: Backend> Ksm<B> {
         });
         let mut moved = 0;
         for (region, page) in sharers {
-            unshare::unmerge(&region, PageRange::one(page))?;
+            unshare::unmerge(&region, PageRange::one(page), u32::MAX)?;
             moved += u64::from(self.merge_page(&region, page, new)?);
         }
         Ok(moved)

@@ -6,20 +6,25 @@ use std::sync::atomic::Ordering;
 
 use super::Ksm;
 use super::turn::{Patience, Turn};
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::budget::Purse;
 use crate::error::Error;
 use crate::merge::{self, Limits, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
-use crate::scan::{Aim, Survey};
+use crate::scan::{Aim, Batch, Survey};
 use crate::stats::ScanReport;
 use crate::trace::{self, PassTally};
 
 /// How often a pass goes after regions that came while it ran. A layout that
 /// never stands still must not keep it from ending.
 const ROUNDS: u32 = 2;
+
+/// Pages of one region that are found before they are merged, at the most: what is
+/// found together is merged in longer runs, which takes the lock of the address
+/// space less often. Half as many frames, 8 MiB, may be filled meanwhile.
+const BATCH: usize = 4096;
 
 /// Where a pass stands. It names regions and keeps none: one that leaves is gone
 /// at once, with its memory.
@@ -103,7 +108,7 @@ impl<B: Backend> Ksm<B> {
                 // It left before its lease was taken.
                 continue;
             }
-            let next = self.scan_window(guard, from, budget, Aim::Merge, &mut report)?;
+            let next = self.scan_windows(guard, from, budget, Aim::Merge, &mut report)?;
             if next < region.range().end {
                 scanner.journal().todo.push_front((id, next));
             }
@@ -167,9 +172,10 @@ impl<B: Backend> Ksm<B> {
         self.full_scans.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Scans one window under `guard`, then merges what it found. Returns where
-    /// the region's next window starts.
-    pub(super) fn scan_window(
+    /// Scans a window under `guard`, and the windows behind it while nobody else
+    /// wants the region, then merges what it found. Returns where the region's next
+    /// window starts.
+    pub(super) fn scan_windows(
         &self,
         guard: RegionGuard<'_, B>,
         from: PageIndex,
@@ -178,11 +184,6 @@ impl<B: Backend> Ksm<B> {
         report: &mut ScanReport,
     ) -> Result<PageIndex, Error> {
         let region = guard.region();
-        let within = PageRange {
-            start: from,
-            end: region.range().end,
-        };
-        let max_pages = u64::from(self.config.window_pages).min(budget - report.pages_scanned);
         let plan = region.domain.plan();
         let survey = Survey {
             config: &self.config,
@@ -190,22 +191,47 @@ impl<B: Backend> Ksm<B> {
             plan: &plan,
             aim,
         };
-        let findings = survey.window(&guard, within, max_pages)?;
-        drop(guard);
-        report.pages_scanned += findings.scanned;
-        report.outcomes.add(&findings.outcomes);
-        let looked_at = PageRange {
+        let mut within = PageRange {
             start: from,
-            end: findings.next,
+            end: region.range().end,
         };
-        let mergeable = findings.wishes.len();
-        for (id, wishes) in by_region(findings.wishes) {
+        let mut batch = Batch::default();
+        let mut next_guard = Some(guard);
+        while let Some(guard) = next_guard {
+            let max_pages = u64::from(self.config.window_pages).min(budget - report.pages_scanned);
+            let known = batch.wishes.len();
+            let findings = survey.window(&guard, within, max_pages, batch)?;
+            drop(guard);
+            report.pages_scanned += findings.scanned;
+            report.outcomes.add(&findings.outcomes);
+            let looked_at = PageRange {
+                end: findings.next,
+                ..within
+            };
+            let mergeable = findings.batch.wishes.len() - known;
+            trace::window(region.id, looked_at, findings.scanned, mergeable);
+            (within.start, batch) = (findings.next, findings.batch);
+            let full = batch.wishes.len() >= BATCH || report.pages_scanned >= budget;
+            next_guard = if within.is_empty() || full {
+                None
+            } else {
+                self.go_on(region)?
+            };
+        }
+        for (id, wishes) in by_region(batch.wishes) {
             if let Ok(region) = self.layout.region(id) {
                 self.merge_region(&region, wishes, aim, report)?;
             }
         }
-        trace::window(region.id, looked_at, findings.scanned, mergeable);
-        Ok(findings.next)
+        Ok(within.start)
+    }
+
+    /// The lease for one more window, if nobody else wants it.
+    fn go_on<'a>(&'a self, region: &'a Region<B>) -> Result<Option<RegionGuard<'a, B>>, Error> {
+        Ok(match self.turn(region, Patience::Try)? {
+            Turn::Now(guard) if self.layout.stands(region) => Some(guard),
+            _ => None,
+        })
     }
 
     /// What no run of `region` may exceed.
@@ -265,6 +291,9 @@ impl<B: Backend> Ksm<B> {
                 region.note_outcome(wish.page, outcome);
             }
             rest = &rest[run.len()..];
+            if rest.is_empty() {
+                guard.memory().rest();
+            }
         }
         region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);

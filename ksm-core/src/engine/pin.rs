@@ -30,7 +30,7 @@ impl<B: Backend> Ksm<B> {
             let guard = region.pin(range);
             guard.ok_or(Error::NoRegion(region.id))?
         };
-        unshare::unmerge(&region, range)?;
+        unshare::unmerge(&region, range, self.config.parallel_pages)?;
         Ok(guard)
     }
 }

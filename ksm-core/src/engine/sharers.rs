@@ -145,7 +145,7 @@ impl<B: Backend> Ksm<B> {
                 ControlFlow::Continue(())
             });
             for (sharer, page) in sharers {
-                match unshare::unmerge(&sharer, PageRange::one(page)) {
+                match unshare::unmerge(&sharer, PageRange::one(page), u32::MAX) {
                     Ok(pages) => unshared += pages,
                     Err(error) => last = Some(error),
                 }

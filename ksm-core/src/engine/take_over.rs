@@ -47,7 +47,7 @@ struct Run<'g, 'a, B: Backend> {
 impl<B: Backend> Drop for Taking<B> {
     fn drop(&mut self) {
         if let Some(region) = &self.0 {
-            let _ = unshare::unmerge(region, region.range());
+            let _ = unshare::unmerge(region, region.range(), u32::MAX);
             region.abandon();
             let (linear, domain) = (region.linear_range(), &region.domain);
             domain.anon_vmas.remove(&region.anon_vma, linear, region.id);

@@ -349,19 +349,27 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     /// A merged page was written to, or given a copy: it maps its frame no
     /// longer, though its mapping still names it.
     pub(crate) fn note_copied(&self, page: PageIndex) {
+        self.note_all_copied([page]);
+    }
+
+    /// The same, for many pages at once; those that are not merged are left
+    /// alone.
+    pub(crate) fn note_all_copied(&self, copied: impl IntoIterator<Item = PageIndex>) {
         let mut pages = self.region.pages();
-        let mut record = pages.get(page);
-        let Class::Merged(item) = record.class else {
-            return;
-        };
-        record.class = Class::Volatile;
-        record.fingerprint = None;
-        record.age = 0;
-        pages.set(page, record);
-        drop(pages);
-        if let Some(frame) = record.frame {
-            self.region.domain.unshare(frame, item);
+        let mut unshared = Vec::new();
+        for page in copied {
+            let mut record = pages.get(page);
+            let Class::Merged(item) = record.class else {
+                continue;
+            };
+            record.class = Class::Volatile;
+            record.fingerprint = None;
+            record.age = 0;
+            pages.set(page, record);
+            unshared.extend(record.frame.map(|frame| (frame, item)));
         }
+        drop(pages);
+        self.region.domain.unshare_all(&unshared);
     }
 
     /// The same, for a page found copied that nobody but the guest can have

@@ -35,8 +35,19 @@ pub(crate) struct Findings {
     pub(crate) scanned: u64,
     /// What became of those that are not to be merged.
     pub(crate) outcomes: OutcomeCounts,
+    /// Pages that can be merged.
+    pub(crate) batch: Batch,
+}
+
+/// What windows in a row have found that is not merged yet.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
     /// Pages that can be merged, in the order they were found.
     pub(crate) wishes: Vec<(RegionId, Wish)>,
+    /// The last page that got a goal, and the frame: where a run may grow.
+    last: Option<(PageIndex, FrameId)>,
+    /// How many pages are to map a frame, of those that have a goal.
+    planned: HashMap<FrameId, u32>,
 }
 
 /// What pages are looked at for.
@@ -65,15 +76,12 @@ struct Window<'w, 'a, B: Backend> {
     /// Held by guards. There are no more of them while the lease is held.
     pinned: PinnedPages,
     findings: Findings,
-    /// The last page that got a goal, and the frame: where a run may grow.
-    last: Option<(PageIndex, FrameId)>,
-    /// How many pages are to map a frame, of those that have a goal.
-    planned: HashMap<FrameId, u32>,
     buf: Box<PageBuf>,
 }
 
 impl<B: Backend> Survey<'_, B> {
-    /// Looks at up to `max_pages` populated pages of `within`.
+    /// Looks at up to `max_pages` populated pages of `within`, behind the windows
+    /// that found `batch`.
     ///
     /// # Errors
     /// When the page map cannot be read.
@@ -82,6 +90,7 @@ impl<B: Backend> Survey<'_, B> {
         guard: &RegionGuard<'_, B>,
         within: PageRange,
         max_pages: u64,
+        batch: Batch,
     ) -> Result<Findings, BackendError> {
         let mut runs = Vec::new();
         let next = guard.memory().populated(within, max_pages, &mut runs)?;
@@ -96,10 +105,9 @@ impl<B: Backend> Survey<'_, B> {
             pinned: guard.region().pinned(looked_at),
             findings: Findings {
                 next,
+                batch,
                 ..Findings::default()
             },
-            last: None,
-            planned: HashMap::new(),
             buf: PageBuf::zeroed(),
         };
         window.forget_absent(looked_at, &runs);
@@ -225,7 +233,7 @@ impl<B: Backend> Window<'_, '_, B> {
     /// The frame that the page before `page` maps or is to map.
     fn previous_frame(&self, page: PageIndex) -> Option<FrameId> {
         let before = PageIndex(page.0.checked_sub(1)?);
-        match self.last {
+        match self.findings.batch.last {
             Some((last, frame)) if last == before => Some(frame),
             _ => {
                 let record = self.region.pages().get(before);
@@ -257,7 +265,13 @@ impl<B: Backend> Window<'_, '_, B> {
     fn extend(&self, previous: Option<FrameId>, fingerprint: Fingerprint) -> Option<FrameId> {
         // Where blocks are only a chain, a run in one wastes frames.
         let previous = previous.filter(|_| self.survey.config.stretch_pages != u32::MAX)?;
-        let planned = self.planned.get(&previous.plus(1)).copied().unwrap_or(0);
+        let planned = self
+            .findings
+            .batch
+            .planned
+            .get(&previous.plus(1))
+            .copied()
+            .unwrap_or(0);
         let max = self.survey.config.max_page_sharing.saturating_sub(planned);
         self.survey.plan.extend(previous, fingerprint, max)
     }
@@ -269,7 +283,14 @@ impl<B: Backend> Window<'_, '_, B> {
         } else {
             frame
         };
-        let planned = |frame| self.planned.get(&frame).copied().unwrap_or(0);
+        let planned = |frame| {
+            self.findings
+                .batch
+                .planned
+                .get(&frame)
+                .copied()
+                .unwrap_or(0)
+        };
         self.survey
             .plan
             .with_room(first, self.survey.config.max_page_sharing, planned)
@@ -314,12 +335,15 @@ impl<B: Backend> Window<'_, '_, B> {
 
     fn wish_for(&mut self, (region, page): (RegionId, PageIndex), goal: Goal) {
         if let Goal::Frame(frame) = goal {
-            *self.planned.entry(frame).or_default() += 1;
+            *self.findings.batch.planned.entry(frame).or_default() += 1;
             if region == self.region.id {
-                self.last = Some((page, frame));
+                self.findings.batch.last = Some((page, frame));
             }
         }
-        self.findings.wishes.push((region, Wish { page, goal }));
+        self.findings
+            .batch
+            .wishes
+            .push((region, Wish { page, goal }));
     }
 
     fn done(&mut self, page: PageIndex, outcome: Outcome) {

@@ -1,6 +1,7 @@
 //! Taking guest memory under care, and parting it.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -15,7 +16,7 @@ use super::source::HostRegion;
 use super::span::Span;
 use super::staging::Staging;
 use super::uffd::Mode;
-use super::vet::{Content, Part, vet};
+use super::vet::{Content, Part, vet, vet_fresh};
 use super::{host_error, mapping, mapping_error};
 use crate::backend::{Memory, RegionOptions};
 use crate::error::{BackendError, MemfdFault, RegisterError};
@@ -47,9 +48,11 @@ impl LinuxMemory {
             owned_memfd(&source, options).map_err(|why| RegisterError::Memfd { address, why })?;
         // Pages of a file cannot be moved.
         let by_move = memfd.is_none() && stops_by_move(&host, options)?;
-        let staging =
-            Staging::new(Arc::clone(&host)).map_err(|e| mapping_error("mmap of staging", e))?;
-        let parts = vet(&host.smaps, span, staging.span(), memfd.as_ref(), content)?;
+        let parts = if source.take_fresh() && memfd.is_none() {
+            vet_fresh(span)?
+        } else {
+            vet(&host, span, memfd.as_ref(), content)?
+        };
         // From here on dropping it undoes what was done.
         let mut memory = Self {
             host,
@@ -60,7 +63,8 @@ impl LinuxMemory {
             options,
             memfd,
             by_move,
-            staging,
+            touched: AtomicBool::new(false),
+            staging: OnceLock::new(),
             journal: Journal::default(),
             anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
@@ -70,22 +74,70 @@ impl LinuxMemory {
         Ok(memory)
     }
 
+    /// Does what must be done to memory whose pages are write-protected in place,
+    /// or put back one day. What is only moved out is touched when its first run is
+    /// stopped: memory that is withdrawn before costs nothing.
     fn take_over(&self, address: u64, content: Content) -> Result<(), RegisterError> {
-        // A page that a child shares cannot be moved (design fact 6).
-        mapping::advise(self.span, Advice::LinuxDontFork)
-            .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))?;
-        let registered = if self.by_move {
-            self.staging.open()
-        } else if content == Content::Unused && self.memfd.is_none() {
-            // What is put in place of its pages is registered there.
-            Ok(())
-        } else {
-            self.host.uffd.register(self.span, Mode::WriteProtect)
-        };
+        if self.by_move && !self.options.dma_guarded {
+            return Ok(());
+        }
+        self.touch()?;
+        // What is put in place of unused pages is registered there.
+        if self.by_move || content == Content::Unused && self.memfd.is_none() {
+            return Ok(());
+        }
+        let registered = self.host.uffd.register(self.span, Mode::WriteProtect);
         registered.map_err(|errno| match errno {
             Errno::BUSY => RegisterError::OtherUserfaultfd { address },
             errno => mapping_error("UFFDIO_REGISTER", errno).into(),
         })
+    }
+
+    /// Keeps it from forks: a page that a child shares cannot be moved (design
+    /// fact 6).
+    pub(super) fn touch(&self) -> Result<(), BackendError> {
+        if !self.touched.swap(true, Ordering::AcqRel) {
+            mapping::advise(self.span, Advice::LinuxDontFork)
+                .map_err(|errno| mapping_error("madvise(MADV_DONTFORK)", errno))?;
+        }
+        Ok(())
+    }
+
+    /// Makes room for `pages` pages that are moved out.
+    pub(super) fn open_staging(&self, pages: u64) -> Result<(), BackendError> {
+        let staging = match self.staging.get() {
+            Some(staging) => staging,
+            None => self.first_staging()?,
+        };
+        staging
+            .begin(pages)
+            .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
+    }
+
+    fn first_staging(&self) -> Result<&Staging, BackendError> {
+        self.touch()?;
+        let staging = Staging::new(Arc::clone(&self.host))
+            .map_err(|errno| mapping_error("mmap of staging", errno))?;
+        staging
+            .open()
+            .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
+        // Only the holder of the region's lease stops pages.
+        Ok(self.staging.get_or_init(|| staging))
+    }
+
+    /// Ends what is under way, and undoes what was done to the mappings.
+    pub(super) fn give_back(&self) {
+        if !self.touched.load(Ordering::Acquire) {
+            return;
+        }
+        self.put_back(self.journal.run());
+        self.settle_accounts();
+        // Lifts write-protection and wakes as well. It fails only if somebody
+        // has unmapped a part: there is nothing left to do for that.
+        let _ = self.host.uffd.unregister(self.span);
+        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
+            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
+        }
     }
 
     /// Cuts it in two at `page`.
@@ -94,18 +146,15 @@ impl LinuxMemory {
             PageRange::new(PageIndex(0), page.0),
             PageRange::new(page, self.len() - page.0),
         );
-        let stagings = (self.new_staging()?, self.new_staging()?);
+        self.settle_accounts();
         let claim = self.claim.lock().take();
         let claim = claim.ok_or_else(|| host_error("split of detached memory", Errno::INVAL))?;
         let claims = claim.split(page.0);
-        Ok((
-            self.part(first, stagings.0, claims.0),
-            self.part(rest, stagings.1, claims.1),
-        ))
+        Ok((self.part(first, claims.0), self.part(rest, claims.1)))
     }
 
     /// What takes care of `range` in place of this memory, which gives `claim` up.
-    fn part(&self, range: PageRange, staging: Staging, claim: Claim) -> Self {
+    fn part(&self, range: PageRange, claim: Claim) -> Self {
         let parts = self.parts.iter().filter_map(|part| {
             let both = part.range.intersection(range);
             let start = PageIndex(both.start.0.checked_sub(range.start.0)?);
@@ -123,24 +172,13 @@ impl LinuxMemory {
             options: self.options,
             memfd: self.memfd.as_ref().map(|memfd| memfd.from(range.start)),
             by_move: self.by_move,
-            staging,
+            touched: AtomicBool::new(self.touched.load(Ordering::Acquire)),
+            staging: OnceLock::new(),
             journal: Journal::default(),
             // Frames may be mapped where they would be taken from.
             anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
         }
-    }
-
-    /// A staging area for a part of this memory.
-    fn new_staging(&self) -> Result<Staging, BackendError> {
-        let staging = Staging::new(Arc::clone(&self.host))
-            .map_err(|errno| mapping_error("mmap of staging", errno))?;
-        if self.by_move {
-            staging
-                .open()
-                .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
-        }
-        Ok(staging)
     }
 }
 

@@ -12,10 +12,11 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use thiserror::Error;
 
 use super::claim::Claims;
+use super::mapping::{Attributes, Scratch};
 use super::pagemap::Pagemap;
+use super::smaps::Smaps;
 use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
-use crate::sync::Mutex;
 
 /// How writes to the guest's own memory are stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -149,10 +150,9 @@ fn max_map_count() -> Option<u64> {
 pub(super) struct Host {
     pub(super) uffd: Userfaultfd,
     pub(super) pagemap: Pagemap,
-    /// Read by one thread at a time: the kernel makes up the text anew from its
-    /// beginning for whoever reads in between, and if mappings have changed since,
-    /// reading on does not go on where it stopped.
-    pub(super) smaps: Mutex<OwnedFd>,
+    pub(super) smaps: Smaps,
+    /// A page that is mapped anew to find out what new mappings carry.
+    pub(super) canary: Scratch,
     pub(super) max_map_count: Option<u64>,
     /// The method that was asked for.
     pub(super) asked: StopMethod,
@@ -169,12 +169,15 @@ impl Host {
         if stops == Stops::Everybody {
             stops_the_kernel(&uffd)?;
         }
+        let canary = Scratch::new(1, Attributes::default())
+            .map_err(|errno| OpenError::Trial(errno.into()))?;
         let pagemap =
             Pagemap::new(fds.pagemap).map_err(|errno| OpenError::NoPagemapScan(errno.into()))?;
         Ok(Self {
             uffd,
             pagemap,
-            smaps: Mutex::new(fds.smaps),
+            smaps: Smaps::new(fds.smaps),
+            canary,
             max_map_count: fds.max_map_count,
             asked,
             claims: Claims::default(),

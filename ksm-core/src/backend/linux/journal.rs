@@ -48,6 +48,10 @@ pub(super) struct Journal {
     mapped: Bits,
     /// Pages whose content, all zero, may be dropped.
     zeroed: Bits,
+    /// First and last page of the part of the memory, over all runs, whose new
+    /// mappings may not carry yet what the old ones did, one past each; 0 if
+    /// there is none.
+    bare: [AtomicU64; 2],
 }
 
 impl Journal {
@@ -67,6 +71,34 @@ impl Journal {
         if range.intersection(run) == run {
             self.open.store(false, Ordering::Release);
         }
+    }
+
+    /// Writes down that new mappings in `range` carry nothing of what the old ones
+    /// did. Returns another part of which that was written down, and is not any
+    /// more: it is too far away to be told together.
+    pub(super) fn bared(&self, range: PageRange) -> Option<PageRange> {
+        let near = |old: &PageRange| {
+            let start = old.start.min(range.start);
+            let end = old.end.max(range.end);
+            let hull = PageRange { start, end };
+            (hull.len() <= old.len() + range.len() + MAX_STOP).then_some(hull)
+        };
+        let old = self.take_bare();
+        let hull = old.as_ref().and_then(near);
+        let bare = hull.unwrap_or(range);
+        let [start, end] = &self.bare;
+        end.store(bare.end.0, Ordering::Release);
+        start.store(bare.start.0 + 1, Ordering::Release);
+        old.filter(|_| hull.is_none())
+    }
+
+    /// The part whose new mappings carry nothing yet, to be told now.
+    pub(super) fn take_bare(&self) -> Option<PageRange> {
+        let [start, end] = &self.bare;
+        let start = start.swap(0, Ordering::AcqRel).checked_sub(1)?;
+        let end = PageIndex(end.load(Ordering::Acquire));
+        let start = PageIndex(start);
+        Some(PageRange { start, end })
     }
 
     /// Whether some of the run may be stopped still.
@@ -131,6 +163,19 @@ impl Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn neighbouring_runs_are_told_together() {
+        let journal = Journal::default();
+        assert_eq!(journal.take_bare(), None);
+        let range = |start, len| PageRange::new(PageIndex(start), len);
+        assert_eq!(journal.bared(range(0, 8)), None);
+        assert_eq!(journal.bared(range(8 + MAX_STOP, 8)), None);
+        let near = range(0, 16 + MAX_STOP);
+        assert_eq!(journal.bared(range(10_000, 1)), Some(near));
+        assert_eq!(journal.take_bare(), Some(range(10_000, 1)));
+        assert_eq!(journal.take_bare(), None);
+    }
 
     #[test]
     fn a_new_run_forgets_the_last() {

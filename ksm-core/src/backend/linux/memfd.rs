@@ -9,7 +9,6 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use procfs::process::{MMPermissions, MemoryMap};
 use rustix::fs::{
     FallocateFlags, OFlags, SealFlags, SeekFrom, Stat, fallocate, fcntl_get_seals, fcntl_getfl,
     fstat, major, minor, seek,
@@ -18,6 +17,7 @@ use rustix::io::{Errno, pwrite};
 use vm_memory::FileOffset;
 
 use super::mapping::{self, Attributes};
+use super::smaps::Mapping;
 use super::span::Span;
 use super::store::transfer;
 use super::{host_error, mapping_error};
@@ -82,14 +82,12 @@ impl Memfd {
     /// at `offset` of the region.
     pub(super) fn vet(
         &self,
-        map: &MemoryMap,
+        map: &Mapping,
         address: u64,
         offset: u64,
     ) -> Result<(), RegisterError> {
-        let shown = map.offset + (address - map.address.0);
-        let is_there = map.perms.contains(MMPermissions::SHARED)
-            && self.is_of(map)
-            && shown == self.start + offset;
+        let shown = map.offset + (address - map.start);
+        let is_there = map.shared && self.is_of(map) && shown == self.start + offset;
         if is_there {
             return Ok(());
         }
@@ -99,33 +97,33 @@ impl Memfd {
         })
     }
 
-    /// Checks that no mapping but those of `span` shows the region's part of the
-    /// file: it would not follow a merge.
-    pub(super) fn vet_others(&self, maps: &[MemoryMap], span: Span) -> Result<(), RegisterError> {
+    /// Checks that `map` shows the region's part of the file nowhere but in
+    /// `span`: there it would not follow a merge.
+    pub(super) fn vet_other(&self, map: &Mapping, span: Span) -> Result<(), RegisterError> {
+        if !self.is_of(map) {
+            return Ok(());
+        }
         let (start, end) = (span.address(), span.address() + span.bytes());
-        let shows = |map: &MemoryMap, (from, upto): (u64, u64)| {
-            let offset = map.offset + (from - map.address.0);
+        let shows = |from: u64, upto: u64| {
+            let offset = map.offset + (from - map.start);
             from < upto && offset < self.start + span.bytes() && self.start < offset + (upto - from)
         };
-        for map in maps.iter().filter(|map| self.is_of(map)) {
-            let (from, upto) = map.address;
-            for outside in [(from, upto.min(start)), (from.max(end), upto)] {
-                if shows(map, outside) {
-                    return Err(RegisterError::Memfd {
-                        address: start,
-                        why: MemfdFault::MappedTwice { address: outside.0 },
-                    });
-                }
+        for (from, upto) in [
+            (map.start, map.end.min(start)),
+            (map.start.max(end), map.end),
+        ] {
+            if shows(from, upto) {
+                return Err(RegisterError::Memfd {
+                    address: start,
+                    why: MemfdFault::MappedTwice { address: from },
+                });
             }
         }
         Ok(())
     }
 
-    fn is_of(&self, map: &MemoryMap) -> bool {
-        let number = |part: i32| u32::try_from(part).ok();
-        let (device, inode) = self.identity;
-        (number(map.dev.0), number(map.dev.1)) == (Some(device.0), Some(device.1))
-            && map.inode == inode
+    fn is_of(&self, map: &Mapping) -> bool {
+        (map.device, map.inode) == self.identity
     }
 
     /// Refuses once somebody has sealed it, while nothing has changed yet.

@@ -1,6 +1,7 @@
 //! [`LinuxMemory`]: guest memory under care.
 
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -41,7 +42,10 @@ pub struct LinuxMemory {
     pub(super) memfd: Option<Memfd>,
     /// The guest's own pages are moved out; otherwise they are write-protected.
     pub(super) by_move: bool,
-    pub(super) staging: Staging,
+    /// Its mappings carry what they did not when it was attached.
+    pub(super) touched: AtomicBool,
+    /// Mapped when pages first go out.
+    pub(super) staging: OnceLock<Staging>,
     pub(super) journal: Journal,
     pub(super) anchors: Anchors,
     /// Given up last, when nothing is stopped or registered any more.
@@ -49,6 +53,11 @@ pub struct LinuxMemory {
 }
 
 impl LinuxMemory {
+    /// Where pages go that are moved out; none if none ever were.
+    pub(super) fn staging(&self) -> Option<&Staging> {
+        self.staging.get()
+    }
+
     /// Maps the pages of `range` that a memfd holds in memory, so that the page
     /// map knows of them. Fills no hole and swaps nothing in.
     pub(super) fn show(&self, range: PageRange) {
@@ -94,11 +103,13 @@ impl LinuxMemory {
         self.span.part(range.start.0, range.len())
     }
 
-    /// The places in the staging area of `range`, which is in the current run.
+    /// The places in the staging area of `range`, which is in the current run,
+    /// and that is out.
     pub(super) fn slots_of(&self, range: PageRange) -> Span {
         let run = self.journal.run();
         assert_eq!(range.intersection(run), range, "not the run that is out");
-        self.staging.slots(range.start.0 - run.start.0, range.len())
+        let staging = self.staging().expect("opened before a page goes out");
+        staging.slots(range.start.0 - run.start.0, range.len())
     }
 
     /// Whether pages of `backing` are stopped by moving them out.
@@ -138,15 +149,7 @@ impl Memory for LinuxMemory {
         if claim.is_none() {
             return;
         }
-        if self.by_move {
-            self.put_back(self.journal.run());
-        }
-        // Lifts write-protection and wakes as well. It fails only if somebody
-        // has unmapped a part: there is nothing left to do for that.
-        let _ = self.host.uffd.unregister(self.span);
-        for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
-            let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
-        }
+        self.give_back();
         *claim = None;
     }
 
@@ -201,8 +204,12 @@ impl Memory for LinuxMemory {
     fn stop(&self, range: PageRange, backing: Backing) -> Result<Held, BackendError> {
         self.check_stop(range, backing)?;
         self.clear_staging()?;
+        let goes_out = self.goes_out(backing);
+        if goes_out {
+            self.open_staging(range.len())?;
+        }
         self.journal.begin(range);
-        if self.goes_out(backing) {
+        if goes_out {
             self.move_out(range)
         } else {
             self.stop_writes(range, backing)
@@ -219,22 +226,21 @@ impl Memory for LinuxMemory {
             return self.read(page, buf);
         }
         let run = self.journal.run();
-        if !run.contains(page) {
-            return Err(host_error("read_held", Errno::INVAL));
-        }
-        self.staging.read(page.0 - run.start.0, buf);
+        let staging = self.staging().filter(|_| run.contains(page));
+        let staging = staging.ok_or_else(|| host_error("read_held", Errno::INVAL))?;
+        staging.read(page.0 - run.start.0, buf);
         Ok(())
     }
 
     fn share(
         &self,
         range: PageRange,
-        backing: Backing,
+        _: Backing,
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
         self.check_held(range)?;
-        self.map_frames(range, backing, store, first)
+        self.map_frames(range, store, first)
     }
 
     fn reuse(&self, range: PageRange) -> Result<(), BackendError> {
@@ -266,9 +272,14 @@ impl Memory for LinuxMemory {
         } else {
             self.let_write(range);
         }
+        self.carry_over(range);
         // Whoever waited on a mapping that was replaced, or on a hole.
         self.host.uffd.wake(self.span_of(range));
         self.journal.lifted(range);
+    }
+
+    fn rest(&self) {
+        self.settle_accounts();
     }
 
     fn settle(&self, range: PageRange, backing: Backing) -> Settled {
@@ -297,6 +308,7 @@ impl Memory for LinuxMemory {
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
+        self.touch()?;
         self.map_frames_at(range, store, first)
     }
 

@@ -53,6 +53,7 @@ mod out;
 mod pagemap;
 mod protect;
 mod replace;
+mod smaps;
 mod source;
 mod span;
 mod staging;
@@ -195,7 +196,7 @@ impl Backend for LinuxBackend {
     type Store = LinuxStore;
 
     fn free_vmas(&self) -> Option<u64> {
-        let used = vet::count_mappings(&self.host.smaps)?;
+        let used = vet::count_mappings(&self.host)?;
         Some(self.host.max_map_count?.saturating_sub(used))
     }
 

@@ -114,12 +114,16 @@ impl LinuxMemory {
     /// it was, and ends the registration of what was not replaced. Can be
     /// repeated, by any thread.
     pub(super) fn put_back(&self, range: PageRange) {
+        if range.iter().all(|page| self.journal.is_mapped(page)) {
+            // What is left of it is dropped with that of other runs.
+            return;
+        }
         for staged in self.staged(range) {
             for kept in Journal::parts(staged, |page| !self.journal.is_replaced(page)) {
                 self.move_back(kept);
             }
             // Nothing is lost: these are replaced, or their place is gone.
-            let _ = self.staging.drop_slots(self.slots_of(staged));
+            let _ = mapping::drop_pages(self.slots_of(staged));
         }
         for kept in Journal::parts(range, |page| !self.journal.is_mapped(page)) {
             self.release(kept);
@@ -129,7 +133,7 @@ impl LinuxMemory {
     /// The parts of `range` that have a page in the staging area.
     pub(super) fn staged(&self, range: PageRange) -> Vec<PageRange> {
         let range = range.intersection(self.journal.run());
-        if range.is_empty() {
+        if range.is_empty() || self.staging().is_none() {
             return Vec::new();
         }
         let mut staged = Vec::new();
@@ -210,12 +214,12 @@ impl LinuxMemory {
 
     /// Makes sure that no page of an earlier run is in the staging area.
     pub(super) fn clear_staging(&self) -> Result<(), BackendError> {
-        if !self.journal.is_open() {
+        let staging = self.staging().filter(|_| self.journal.is_open());
+        let Some(staging) = staging else {
             return Ok(());
-        }
-        let empty = self
-            .staging
-            .is_empty()
+        };
+        let empty = staging
+            .is_empty(self.journal.run().len())
             .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
         if !empty {
             self.put_back(self.journal.run());

@@ -10,6 +10,7 @@ use super::memory::LinuxMemory;
 use super::staging::fill_page;
 use super::store::LinuxStore;
 use super::uffd::Mode;
+use super::vet::Part;
 use super::{host_error, mapping_error};
 use crate::backend::{Backing, Memory};
 use crate::error::BackendError;
@@ -23,21 +24,17 @@ impl LinuxMemory {
     /// so, and pages that are out stay until then.
     ///
     /// Once mapped, the pages hold what they must, so nothing after it fails
-    /// the call: a mapping that could not be told what the old one carried is
-    /// told again when it is stopped next.
+    /// the call. What the old mapping carried, and the pages that are out, are
+    /// left for `rest`: once for many runs.
     pub(super) fn map_frames(
         &self,
         range: PageRange,
-        backing: Backing,
         store: &LinuxStore,
         first: FrameId,
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
         self.journal.mapped(range);
-        if self.goes_out(backing) {
-            let _ = self.staging.drop_slots(self.slots_of(range));
-        }
-        self.dress_frames(range);
+        self.register_frames(range);
         self.host.uffd.wake(self.span_of(range));
         self.free_below(range);
         Ok(())
@@ -51,7 +48,8 @@ impl LinuxMemory {
         first: FrameId,
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
-        self.dress_frames(range);
+        self.carry(range, Attributes::of_frames);
+        self.register_frames(range);
         self.free_below(range);
         Ok(())
     }
@@ -70,9 +68,8 @@ impl LinuxMemory {
             .map_err(|errno| mapping_error("mmap", errno))
     }
 
-    /// Gives fresh mappings of frames what they carry.
-    fn dress_frames(&self, range: PageRange) {
-        self.carry(range, Attributes::of_frames);
+    /// Lets writes to copies over fresh mappings of frames be stopped.
+    fn register_frames(&self, range: PageRange) {
         if self.options.dma_guarded {
             let span = self.span_of(range);
             let _ = self.host.uffd.register(span, Mode::WriteProtect);
@@ -105,7 +102,7 @@ impl LinuxMemory {
         self.journal.zeroed(range);
         if self.goes_out(Backing::Own) {
             let slots = self.slots_of(range);
-            let dropped = self.staging.drop_slots(slots);
+            let dropped = mapping::drop_pages(slots);
             dropped.map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
         } else {
             self.drop_own(range)
@@ -236,7 +233,6 @@ impl LinuxMemory {
         if !range.iter().all(|page| self.journal.is_replaced(page)) {
             self.journal.mapped(range);
         }
-        self.carry(range, Attributes::of_frames);
         // What came in place of the guest's own pages can only be frames, while
         // frames may have been replaced by what the memfd holds now. Pages that
         // were dropped have no other mapping, and may be in use again.
@@ -254,6 +250,38 @@ impl LinuxMemory {
             .find(|part| part.range.contains(range.start))
             .map(|part| part.attributes)
             .unwrap_or_default()
+    }
+
+    /// Sees to it that new mappings in `range` come to carry what the old ones
+    /// did: all of it, since the rest carries it already. A mapping that could not
+    /// be told is told again when it is stopped next.
+    pub(super) fn carry_over(&self, range: PageRange) {
+        if !range.iter().any(|page| self.journal.is_mapped(page)) {
+            return;
+        }
+        let secret =
+            |part: &Part| part.attributes.dont_dump && !part.range.intersection(range).is_empty();
+        // What is kept out of dumps is never without that for long; the rest can
+        // wait.
+        let now = if self.parts.iter().any(secret) {
+            Some(range)
+        } else {
+            self.journal.bared(range)
+        };
+        if let Some(now) = now {
+            self.carry(now, Attributes::of_frames);
+        }
+    }
+
+    /// Does what earlier stops have left to be done together.
+    pub(super) fn settle_accounts(&self) {
+        if let Some(bare) = self.journal.take_bare() {
+            self.carry(bare, Attributes::of_frames);
+        }
+        if let Some(staging) = self.staging().filter(|_| !self.journal.is_open()) {
+            // If it fails they are dropped when there is no more room.
+            let _ = staging.sweep();
+        }
     }
 
     /// Gives fresh mappings what `of` says of what was there at registration.

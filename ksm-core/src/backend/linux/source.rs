@@ -2,8 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use vm_memory::{FileOffset, GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress};
+use vm_memory::bitmap::NewBitmap;
+use vm_memory::mmap::FromRangesError;
+use vm_memory::{
+    FileOffset, GuestAddress, GuestMemoryError, GuestMemoryRegion, GuestRegionMmap,
+    MemoryRegionAddress, MmapRegion,
+};
 
 use crate::page::{PAGE_SIZE, PageBuf, PageIndex};
 
@@ -22,6 +28,8 @@ use crate::page::{PAGE_SIZE, PageBuf, PageIndex};
 pub struct HostRegion {
     pages: Arc<dyn GuestPages>,
     kind: Kind,
+    /// Mapped here, and not registered yet: see [`HostRegion::map`].
+    fresh: Arc<AtomicBool>,
 }
 
 /// What a region is made of, as its owner says.
@@ -40,7 +48,42 @@ impl HostRegion {
         Self {
             pages: region,
             kind: Kind::Anonymous,
+            fresh: Arc::default(),
         }
+    }
+
+    /// Maps `bytes` of fresh private anonymous memory (`MAP_NORESERVE`), as
+    /// vm-memory's [`MmapRegion::new`] does, for a guest's hotplug: what it carries
+    /// is known, and need not be read from `/proc/self/smaps` at registration, which
+    /// takes the longer the more memory the process has, and holds up changes of
+    /// its layout.
+    ///
+    /// Until it is registered it must not be locked, nor be given advice, nor be
+    /// mapped over.
+    ///
+    /// # Errors
+    /// When the host refuses, or the region does not fit into guest addresses.
+    pub fn map<B>(
+        guest_base: GuestAddress,
+        bytes: usize,
+    ) -> Result<(Arc<GuestRegionMmap<B>>, Self), FromRangesError>
+    where
+        B: NewBitmap + Send + Sync + 'static,
+    {
+        let mapping = MmapRegion::new(bytes).map_err(FromRangesError::MmapRegion)?;
+        let region = GuestRegionMmap::new(mapping, guest_base);
+        let region = Arc::new(region.ok_or(FromRangesError::InvalidGuestRegion)?);
+        let source = Self {
+            fresh: Arc::new(AtomicBool::new(true)),
+            ..Self::new(Arc::clone(&region))
+        };
+        Ok((region, source))
+    }
+
+    /// Whether it is as [`HostRegion::map`] has mapped it. Once: what has been
+    /// registered may have frames below its pages.
+    pub(super) fn take_fresh(&self) -> bool {
+        self.fresh.swap(false, Ordering::Relaxed)
     }
 
     /// Declares that the region is a memfd, mapped `MAP_SHARED`, and this process

@@ -1,6 +1,7 @@
 //! [`Staging`]: where the pages of a run are while they are out.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 use vm_memory::VolatileSlice;
@@ -12,12 +13,20 @@ use super::span::Span;
 use super::uffd::Mode;
 use crate::page::{PAGE_SIZE, PageBuf};
 
-/// A place for each page of the longest run. Known to nobody else, so the pages
-/// in it do not change.
+/// Places in the area, in pages: a window of a pass has room in it.
+const PLACES: u64 = 4 * MAX_STOP;
+
+/// Places for the pages of several runs, one after the other, so that those that
+/// have been replaced are dropped together: that takes the lock of the address
+/// space. Known to nobody else, so the pages in it do not change.
 #[derive(Debug)]
 pub(super) struct Staging {
     host: Arc<Host>,
     span: Span,
+    /// The first place of the run that was stopped last.
+    run: AtomicU64,
+    /// The first place that was not used since all were dropped.
+    next: AtomicU64,
 }
 
 impl Staging {
@@ -29,8 +38,13 @@ impl Staging {
             no_huge: true,
             ..Attributes::default()
         };
-        let span = mapping::map_anonymous(MAX_STOP, attributes)?;
-        let staging = Self { host, span };
+        let span = mapping::map_anonymous(PLACES, attributes)?;
+        let staging = Self {
+            host,
+            span,
+            run: AtomicU64::new(0),
+            next: AtomicU64::new(0),
+        };
         attributes.apply(span)?;
         Ok(staging)
     }
@@ -40,33 +54,45 @@ impl Staging {
         self.host.uffd.register(self.span, Mode::Missing)
     }
 
-    /// All of it.
-    pub(super) fn span(&self) -> Span {
-        self.span
+    /// Makes room for a run of `pages` pages. Nothing of the last one is out.
+    pub(super) fn begin(&self, pages: u64) -> Result<(), Errno> {
+        if self.next.load(Ordering::Acquire) + pages > PLACES {
+            self.sweep()?;
+        }
+        let first = self.next.load(Ordering::Acquire);
+        self.run.store(first, Ordering::Release);
+        self.next.store(first + pages, Ordering::Release);
+        Ok(())
+    }
+
+    /// Drops all pages. None is out.
+    pub(super) fn sweep(&self) -> Result<(), Errno> {
+        let used = self.next.load(Ordering::Acquire);
+        if used > 0 {
+            mapping::drop_pages(self.span.part(0, used))?;
+            self.next.store(0, Ordering::Release);
+        }
+        Ok(())
     }
 
     /// The places of `pages` pages of the run, from its `first` on.
     pub(super) fn slots(&self, first: u64, pages: u64) -> Span {
-        self.span.part(first, pages)
+        self.span
+            .part(self.run.load(Ordering::Acquire) + first, pages)
     }
 
-    /// Copies the page in a place that is taken.
+    /// Copies the page in a place of the run that is taken.
     pub(super) fn read(&self, slot: u64, buf: &mut PageBuf) {
-        copy_page(self.span.part(slot, 1), buf);
+        copy_page(self.slots(slot, 1), buf);
     }
 
-    /// Whether no page is out.
-    pub(super) fn is_empty(&self) -> Result<bool, Errno> {
+    /// Whether none of the first `pages` places of the run is taken.
+    pub(super) fn is_empty(&self, pages: u64) -> Result<bool, Errno> {
         let mut found = false;
         self.host
             .pagemap
-            .populated(self.span, 1, |_| found = true)?;
+            .populated(self.slots(0, pages), 1, |_| found = true)?;
         Ok(!found)
-    }
-
-    /// Drops pages that are no longer needed.
-    pub(super) fn drop_slots(&self, slots: Span) -> Result<(), Errno> {
-        mapping::drop_pages(slots)
     }
 }
 

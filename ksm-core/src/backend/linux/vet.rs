@@ -1,19 +1,19 @@
 //! Vetting: which memory can never be merged, and what its mappings carry.
 
-use std::io::{self, BufReader, Read};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::ops::ControlFlow;
 
-use procfs::FromBufRead;
-use procfs::process::{MMPermissions, MemoryMap, MemoryMaps, VmFlags};
 use rustix::io::Errno;
+use rustix::mm::Advice;
 
+use super::caps::Host;
 use super::host_error;
-use super::mapping::Attributes;
+use super::mapping::{self, Attributes};
 use super::memfd::Memfd;
+use super::smaps::Mapping;
 use super::span::Span;
-use crate::error::RegisterError;
+use crate::error::{BackendError, RegisterError};
 use crate::page::{PageIndex, PageRange, pages_in};
-use crate::sync::Mutex;
 
 /// A part of a region whose mappings carry the same, in the region's pages.
 #[derive(Clone, Copy, Debug)]
@@ -31,76 +31,118 @@ pub(super) enum Content {
     Unused,
 }
 
+/// What the mapping of `span` carries, which is fresh: see
+/// [`HostRegion::map`](super::HostRegion::map).
+pub(super) fn vet_fresh(span: Span) -> Result<Vec<Part>, RegisterError> {
+    let address = span.address();
+    if memory_merge_enabled()? {
+        return Err(RegisterError::Mergeable { address });
+    }
+    // Only if MCL_FUTURE was on when it was mapped: otherwise it is not locked.
+    if is_locked(span.part(0, 1))? {
+        return Err(RegisterError::Locked { address });
+    }
+    let attributes = Attributes {
+        no_reserve: true,
+        ..Attributes::default()
+    };
+    Ok(vec![Part {
+        range: PageRange::new(PageIndex(0), span.pages()),
+        attributes,
+    }])
+}
+
 /// Checks every mapping of `span` and lists what each carries.
 ///
-/// `staging` is a mapping made a moment ago: what it carries unasked, all later
-/// mappings of the process will. `memfd` is what the region is declared to be
-/// made of; without it, it is private anonymous memory.
+/// `memfd` is what the region is declared to be made of; without it, it is
+/// private anonymous memory.
 pub(super) fn vet(
-    smaps: &Mutex<OwnedFd>,
+    host: &Host,
     span: Span,
-    staging: Span,
     memfd: Option<&Memfd>,
     content: Content,
 ) -> Result<Vec<Part>, RegisterError> {
-    let maps = read_maps(smaps)?;
     let (start, end) = (span.address(), span.address() + span.bytes());
     if memory_merge_enabled()? {
         return Err(RegisterError::Mergeable { address: start });
     }
-    let future = find(&maps, staging.address());
-    if future.is_some_and(|map| map.extension.vm_flags.contains(VmFlags::LO)) {
+    if locks_new_mappings(host)? {
         return Err(RegisterError::Locked { address: start });
     }
     let mut parts = Vec::new();
     let mut at = start;
-    while at < end {
-        let map = find(&maps, at).ok_or(RegisterError::NotMapped { address: at })?;
-        if map.extension.vm_flags.contains(VmFlags::HT) {
-            return Err(RegisterError::HugeTlb { address: at });
+    let mut verdict = Ok(());
+    let read = host.smaps.each(|map| {
+        if map.end > start && map.start < end && verdict.is_ok() {
+            verdict = vet_one(map, at, start, memfd, content).map(|attributes| {
+                let upto = map.end.min(end);
+                parts.push(Part {
+                    range: PageRange::new(PageIndex(pages_in(at - start)), pages_in(upto - at)),
+                    attributes,
+                });
+                at = upto;
+            });
         }
-        match memfd {
-            None => vet_private(map, at, content)?,
-            Some(memfd) => memfd.vet(map, at, at - start)?,
+        if let (Ok(()), Some(memfd)) = (&verdict, memfd) {
+            verdict = memfd.vet_other(map, span);
         }
-        vet_mapping(map, at)?;
-        let upto = map.address.1.min(end);
-        parts.push(Part {
-            range: PageRange::new(PageIndex(pages_in(at - start)), pages_in(upto - at)),
-            attributes: attributes_of(map),
-        });
-        at = upto;
-    }
-    if let Some(memfd) = memfd {
-        memfd.vet_others(&maps, span)?;
+        // A memfd may be mapped anywhere else.
+        if verdict.is_err() || (map.end >= end && memfd.is_none()) {
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    });
+    read.map_err(read_error)?;
+    verdict?;
+    if at < end {
+        return Err(RegisterError::NotMapped { address: at });
     }
     Ok(parts)
 }
 
-fn vet_mapping(map: &MemoryMap, address: u64) -> Result<(), RegisterError> {
-    let flags = map.extension.vm_flags;
-    let plain = !flags.intersects(VmFlags::IO | VmFlags::PF | VmFlags::MM);
-    if !plain
-        || !map
-            .perms
-            .contains(MMPermissions::READ | MMPermissions::WRITE)
-    {
+/// Checks the mapping in which `at` should lie, of a region that starts at
+/// `start`.
+fn vet_one(
+    map: &Mapping,
+    at: u64,
+    start: u64,
+    memfd: Option<&Memfd>,
+    content: Content,
+) -> Result<Attributes, RegisterError> {
+    if map.start > at {
+        return Err(RegisterError::NotMapped { address: at });
+    }
+    if map.has("ht") {
+        return Err(RegisterError::HugeTlb { address: at });
+    }
+    match memfd {
+        None => vet_private(map, at, content)?,
+        Some(memfd) => memfd.vet(map, at, at - start)?,
+    }
+    vet_mapping(map, at)?;
+    Ok(attributes_of(map))
+}
+
+fn vet_mapping(map: &Mapping, address: u64) -> Result<(), RegisterError> {
+    // Of a device, or without pages of its own.
+    let special = ["io", "pf", "mm"].iter().any(|flag| map.has(flag));
+    if special || !map.readable || !map.writable {
         return Err(RegisterError::NotMapped { address });
     }
-    if flags.contains(VmFlags::LO) {
+    if map.has("lo") {
         return Err(RegisterError::Locked { address });
     }
-    if flags.contains(VmFlags::MG) {
+    if map.has("mg") {
         return Err(RegisterError::Mergeable { address });
     }
-    if flags.intersects(VmFlags::UM | VmFlags::UW) {
+    if map.has("um") || map.has("uw") {
         return Err(RegisterError::OtherUserfaultfd { address });
     }
     Ok(())
 }
 
-fn vet_private(map: &MemoryMap, address: u64, content: Content) -> Result<(), RegisterError> {
-    if map.perms.contains(MMPermissions::SHARED) {
+fn vet_private(map: &Mapping, address: u64, content: Content) -> Result<(), RegisterError> {
+    if map.shared {
         return Err(RegisterError::Shared { address });
     }
     // Writes to such a page cannot be stopped (design fact 16).
@@ -110,53 +152,45 @@ fn vet_private(map: &MemoryMap, address: u64, content: Content) -> Result<(), Re
     Ok(())
 }
 
-fn attributes_of(map: &MemoryMap) -> Attributes {
-    let flags = map.extension.vm_flags;
+fn attributes_of(map: &Mapping) -> Attributes {
     Attributes {
-        exec: map.perms.contains(MMPermissions::EXECUTE),
-        no_reserve: flags.contains(VmFlags::NR),
-        dont_fork: flags.contains(VmFlags::DC),
-        dont_dump: flags.contains(VmFlags::DD),
-        huge: flags.contains(VmFlags::HG),
-        no_huge: flags.contains(VmFlags::NH),
+        exec: map.executable,
+        no_reserve: map.has("nr"),
+        dont_fork: map.has("dc"),
+        dont_dump: map.has("dd"),
+        huge: map.has("hg"),
+        no_huge: map.has("nh"),
     }
 }
 
-/// The mapping that `address` is in. `maps` is in the order of addresses.
-fn find(maps: &[MemoryMap], address: u64) -> Option<&MemoryMap> {
-    let after = maps.partition_point(|map| map.address.1 <= address);
-    maps.get(after).filter(|map| map.address.0 <= address)
-}
-
 /// How many mappings the process has; `None` if that cannot be read.
-pub(super) fn count_mappings(smaps: &Mutex<OwnedFd>) -> Option<u64> {
-    Some(read_maps(smaps).ok()?.len() as u64)
+pub(super) fn count_mappings(host: &Host) -> Option<u64> {
+    let mut count = 0;
+    let read = host.smaps.each(|_| {
+        count += 1;
+        ControlFlow::Continue(())
+    });
+    read.ok().map(|()| count)
 }
 
-fn read_maps(smaps: &Mutex<OwnedFd>) -> Result<Vec<MemoryMap>, RegisterError> {
-    let smaps = smaps.lock();
-    let fd = smaps.as_fd();
-    let reader = BufReader::with_capacity(64 << 10, FromStart { fd, at: 0 });
-    let maps = MemoryMaps::from_buf_read(reader).map_err(|error| {
-        host_error(
-            "read of /proc/self/smaps",
-            io::Error::other(error.to_string()),
-        )
-    })?;
-    Ok(maps.0)
+fn read_error(errno: Errno) -> BackendError {
+    host_error("read of /proc/self/smaps", errno)
 }
 
-/// Reads a descriptor from its start, whatever its own position.
-struct FromStart<'fd> {
-    fd: BorrowedFd<'fd>,
-    at: u64,
+/// Whether the process has MCL_FUTURE, so that a mapping made now is locked.
+fn locks_new_mappings(host: &Host) -> Result<bool, RegisterError> {
+    let canary = host.canary.span();
+    mapping::map_anonymous_over(canary, Attributes::default())
+        .map_err(|errno| host_error("mmap", errno))?;
+    is_locked(canary)
 }
 
-impl Read for FromStart<'_> {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        let read = rustix::io::pread(self.fd, buf, self.at)?;
-        self.at += read as u64;
-        Ok(read)
+/// Whether memory is locked: the kernel does not hear of such that it is cold.
+fn is_locked(span: Span) -> Result<bool, RegisterError> {
+    match mapping::advise(span, Advice::LinuxCold) {
+        Ok(()) => Ok(false),
+        Err(Errno::INVAL) => Ok(true),
+        Err(errno) => Err(host_error("madvise(MADV_COLD)", errno).into()),
     }
 }
 

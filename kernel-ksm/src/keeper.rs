@@ -16,12 +16,16 @@ const ARGUMENT: &str = "--keep-settings-until-end-of-input";
 
 /// Keeps settings for as long as it lives.
 #[derive(Debug)]
-pub(crate) struct Keeper(Child);
+pub struct Keeper(Child);
 
 impl Keeper {
     /// Starts a keeper that writes these values to these files in the end, in
-    /// order.
-    pub(crate) fn start(settings: &[(String, String)]) -> anyhow::Result<Self> {
+    /// order. Without that a keeper never ends: the program must begin with
+    /// [`serve_if_asked`].
+    ///
+    /// # Errors
+    /// When the host gives no process or pipe.
+    pub fn start(settings: &[(String, String)]) -> anyhow::Result<Self> {
         let mut child = Command::new("/proc/self/exe")
             .arg(ARGUMENT)
             .stdin(Stdio::piped())
@@ -54,20 +58,22 @@ impl Drop for Keeper {
     }
 }
 
-/// In a keeper's process, does what it is for. `None` in any other.
-pub(crate) fn serve_if_asked() -> Option<ExitCode> {
+/// In a keeper's process, does what it is for. `None` in any other: the first
+/// thing that a program with a [`Keeper`] calls.
+#[must_use = "a keeper's process is to end with this"]
+pub fn serve_if_asked() -> Option<ExitCode> {
     if std::env::args().nth(1)? != ARGUMENT {
         return None;
     }
     let mut text = String::new();
     if let Err(error) = stdin().read_to_string(&mut text) {
-        eprintln!("mini-vmm: cannot read which settings to restore: {error}");
+        eprintln!("cannot read which settings to restore: {error}");
         return Some(ExitCode::FAILURE);
     }
     let mut exit = ExitCode::SUCCESS;
     for (path, value) in text.lines().filter_map(|line| line.split_once(' ')) {
         if let Err(error) = std::fs::write(path, value) {
-            eprintln!("mini-vmm: cannot write {value} to {path}: {error}");
+            eprintln!("cannot write {value} to {path}: {error}");
             exit = ExitCode::FAILURE;
         }
     }
