@@ -69,7 +69,10 @@ impl<B: Backend> Nursling<B> {
             .iter()
             .filter(|run| matches!(run.state, PageState::Private | PageState::Swapped));
         for page in own.flat_map(|run| run.range.iter()) {
-            parent.note_cow_break(page);
+            let class = parent.region().pages().get(page).class;
+            if matches!(class, Class::Merged(_)) {
+                parent.note_cow_break(page);
+            }
         }
         let merged = merged_pages(parent, range);
         self.map(parent, &merged)?;

@@ -120,6 +120,7 @@ fn reserve<B: Backend>(
     outcomes: &mut [Outcome],
 ) -> (Vec<Wish>, Vec<Pending>) {
     let region = guard.region();
+    let has_clones = region.anon_vma.has_many();
     let mut wishes = Vec::with_capacity(run.len());
     let mut pending = Vec::new();
     for (&wish, outcome) in run.iter().zip(outcomes) {
@@ -131,7 +132,8 @@ fn reserve<B: Backend>(
         }
         if let Goal::Frame(frame) = wish.goal {
             let place = region.place(page);
-            let Some(item) = region.domain.reserve(frame, place, max_sharing) else {
+            let reserved = region.domain.reserve(frame, place, max_sharing, has_clones);
+            let Some(item) = reserved else {
                 continue;
             };
             pending.push(Pending { page, frame, item });

@@ -6,6 +6,7 @@ use crate::fingerprint::Fingerprint;
 use crate::frames::{BLOCK, Frames, block_of};
 use crate::page::FrameId;
 use crate::rmap::{Rmap, StableNode};
+use crate::sync::ThreadId;
 
 /// What a domain's lock guards.
 #[derive(Debug, Default)]
@@ -15,8 +16,9 @@ pub(crate) struct Sharing {
     /// Frames to look at again when whoever planned them is done, and those that
     /// nobody did but could not be given back when last tried.
     loose: Vec<(FrameId, Planner)>,
-    /// The number of the next plan.
-    plans: u64,
+    /// Sharers that are out of our hands for good: what they map is never given
+    /// back.
+    pub(crate) forsaken: HashMap<FrameId, u32>,
     /// Blocks of equal frames, by their first number.
     pub(crate) blocks: HashMap<FrameId, Block>,
     /// The frames of each content that has, or had, more than one.
@@ -32,17 +34,11 @@ pub(crate) struct Block {
     pub(crate) nodes: u32,
 }
 
-/// Whose frames they are that no page maps yet: those of the plan of that number,
-/// or nobody's.
-pub(crate) type Planner = Option<u64>;
+/// Whose frames they are that no page maps yet: those of the plan of that thread,
+/// or nobody's. A thread has one plan at a time.
+pub(crate) type Planner = Option<ThreadId>;
 
 impl Sharing {
-    /// A number for a plan.
-    pub(crate) fn new_planner(&mut self) -> Planner {
-        self.plans += 1;
-        Some(self.plans)
-    }
-
     /// A node for a number just allotted by `planner`. From here on a sweep gives
     /// it back, whatever happens.
     pub(crate) fn add_loose(
@@ -132,8 +128,11 @@ impl Sharing {
 
     /// Another live frame of the content of one that is not live any more.
     pub(crate) fn heir(&self, node: &StableNode) -> Option<FrameId> {
-        let is_live = |heir: &&FrameId| self.rmap.node(**heir).is_some_and(|heir| heir.live);
+        let is_heir = |heir: &&FrameId| {
+            let heir = self.rmap.node(**heir);
+            heir.is_some_and(|heir| heir.live && heir.fingerprint == node.fingerprint)
+        };
         let equals = self.equals.get(&node.fingerprint)?;
-        equals.iter().find(is_live).copied()
+        equals.iter().find(is_heir).copied()
     }
 }

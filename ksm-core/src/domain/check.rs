@@ -28,6 +28,8 @@ impl<B: Backend> Domain<B> {
                 .get(&frame)
                 .map_or((0, 0), |(names, sharers)| (*names, sharers.len()));
             let names = names + node.abandoned;
+            let forsaken = sharing.forsaken.get(&frame).copied().unwrap_or(0);
+            let sharers = sharers + forsaken as usize;
             if (names, sharers) != (node.named, node.sharers as usize) {
                 return Err(format!(
                     "{frame}: named {} shared {}, the records say {names} {sharers}",

@@ -14,8 +14,11 @@ use crate::region::{AnonVmas, DomainId, Place, WalkCost};
 use crate::rmap::{ItemId, StableNode};
 use crate::sharing::{Planner, Sharing};
 use crate::stable::{Found, StableTree};
-use crate::sync::Mutex;
+use crate::sync::{Mutex, ThreadId, current};
 use crate::unstable::UnstableTree;
+
+/// Frames that are given back under one hold of the lock.
+const SWEPT_AT_ONCE: usize = 32;
 
 /// One domain's secrets, trees, frames and reverse map.
 #[derive(Debug)]
@@ -89,7 +92,7 @@ impl<B: Backend> Domain<B> {
     pub(crate) fn plan(&self) -> Plan<'_, B> {
         Plan {
             domain: self,
-            planner: self.sharing.lock().new_planner(),
+            planner: Some(current().id()),
         }
     }
 
@@ -98,27 +101,58 @@ impl<B: Backend> Domain<B> {
         self.give_back(|planner| planner.is_none());
     }
 
-    /// Gives back all frames that no page maps, those of plans that are under way
-    /// among them: those fail then, and nothing else does.
-    pub(crate) fn sweep_all(&self) {
-        self.give_back(|_| true);
+    /// Gives back what a thread planned that is gone for good.
+    pub(crate) fn sweep_after(&self, dead: ThreadId) {
+        self.give_back(|planner| planner.is_none() || planner == Some(dead));
     }
 
     fn give_back(&self, is_mine: impl Fn(Planner) -> bool) {
-        let mut sharing = self.sharing.lock();
-        for frame in sharing.take_loose(is_mine) {
-            let node = sharing.rmap.node(frame);
-            if node.is_some_and(|node| node.sharers == 0) {
-                self.retire(&mut sharing, frame);
+        let loose = self.sharing.lock().take_loose(is_mine);
+        // Whoever has stopped pages may want the lock: it is not held for long.
+        for some in loose.chunks(SWEPT_AT_ONCE) {
+            let mut sharing = self.sharing.lock();
+            for &frame in some {
+                let node = sharing.rmap.node(frame);
+                if node.is_some_and(|node| node.sharers == 0 && !node.loose) {
+                    self.retire(&mut sharing, frame);
+                }
             }
         }
+    }
+
+    /// A merged page is out of our hands for good: its frame stays, and so does its
+    /// mapping of it.
+    pub(crate) fn forsake(&self, frame: FrameId) {
+        let mut sharing = self.sharing.lock();
+        sharing.rmap.abandon(frame);
+        *sharing.forsaken.entry(frame).or_default() += 1;
     }
 
     /// Counts the page at `place` among those that map and name `frame`, ahead
     /// of the mapping, so that the frame cannot go away meanwhile. `None` if it
     /// has gone, or heads `max_items` already.
-    pub(crate) fn reserve(&self, frame: FrameId, place: Place, max_items: u32) -> Option<ItemId> {
-        self.sharing.lock().rmap.add(frame, place, max_items)
+    /// Where other regions have pages at `place` (it `has_clones`), one item stands
+    /// for all that map the frame.
+    pub(crate) fn reserve(
+        &self,
+        frame: FrameId,
+        place: Place,
+        max_items: u32,
+        has_clones: bool,
+    ) -> Option<ItemId> {
+        let rmap = &mut self.sharing.lock().rmap;
+        if has_clones && rmap.node(frame).is_some_and(|node| node.live) {
+            let mut items = rmap.items_of(frame);
+            let same = items
+                .find(|(_, other)| *other == place)
+                .map(|(item, _)| item);
+            drop(items);
+            if let Some(item) = same {
+                rmap.add_clone(frame, item);
+                return Some(item);
+            }
+        }
+        rmap.add(frame, place, max_items)
     }
 
     /// The items of `frame`, as they are now. No more than

@@ -5,11 +5,12 @@ use crate::backend::{Backend, FrameStore};
 use crate::error::BackendError;
 use crate::fingerprint::Fingerprint;
 use crate::page::{FrameId, FrameRange, PageBuf};
+use crate::rmap::StableNode;
 use crate::sharing::Planner;
 
 /// Makes frames for a window or for a clone. Those that no page has come to map
 /// are given back when it is dropped, whatever happens; no other plan touches
-/// them before.
+/// them before. A thread has one at a time.
 #[derive(Debug)]
 pub(crate) struct Plan<'d, B: Backend> {
     pub(super) domain: &'d Domain<B>,
@@ -44,7 +45,12 @@ impl<B: Backend> Plan<'_, B> {
             frame
         };
         self.fill(frame, content)?;
-        // Another plan may have made one meanwhile; this one goes with the plan.
+        // Another plan may have made one meanwhile; this one goes with the plan. Only
+        // what is live stands in the tree, which this lock guards.
+        let sharing = self.domain.sharing.lock();
+        if sharing.rmap.node(frame).is_none_or(|node| !node.live) {
+            return Err(BackendError::Again);
+        }
         let other = self.domain.stable.insert(fingerprint, digest, frame);
         Ok(other.unwrap_or(frame))
     }
@@ -65,6 +71,8 @@ impl<B: Backend> Plan<'_, B> {
         }
         let copy = {
             let mut sharing = self.domain.sharing.lock();
+            let same = |node: &StableNode| node.live && node.fingerprint == fingerprint;
+            sharing.rmap.node(frame).filter(|node| same(node))?;
             let copy = sharing.frames.allot(None)?;
             sharing.add_loose(copy, fingerprint, false, self.planner);
             sharing.note_copy(fingerprint, frame, copy);

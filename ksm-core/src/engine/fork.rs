@@ -60,9 +60,13 @@ impl<B: Backend> Ksm<B> {
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
-                let id = self.publish(clone.ready());
-                trace::cloned(parent.id, id, space);
-                return Ok(id);
+                let id = self.layout.add_region(space, |_| {
+                    let region = clone.ready();
+                    region.anon_vma.add(region.linear_range(), region.id);
+                    Ok(region)
+                })?;
+                trace::cloned(parent.id, id.id, space);
+                return Ok(id.id);
             }
         }
     }
@@ -102,18 +106,24 @@ impl<B: Backend> Ksm<B> {
     fn move_pages(&self, old: &Arc<Region<B>>, new: Nursling<B>) -> Result<RegionId, Error> {
         let _layout = self.layout_turn()?;
         let guard = old.lock()?;
-        for chunk in old.range().chunks(self.clone_pages()) {
-            new.take(&guard, chunk)?;
-        }
         // Of two who are after a region, one gets it.
-        if !self.retired.begin(&self.layout, old) {
+        if !old.claim() {
             return Err(Error::NoRegion(old.id));
         }
-        let id = self.publish(new.ready());
+        let mut chunks = old.range().chunks(self.clone_pages());
+        if let Err(error) = chunks.try_for_each(|chunk| new.take(&guard, chunk)) {
+            old.unclaim();
+            return Err(error.into());
+        }
+        let new = new.ready();
+        let id = new.id;
+        new.anon_vma.add(new.linear_range(), id);
+        self.retired.exchange(&self.layout, old, [new]);
         unshare::give_up(&guard);
         guard.memory().detach();
         guard.leave();
-        self.retire(old);
+        let (pages, domain) = (old.linear_range(), &old.domain);
+        domain.anon_vmas.remove(&old.anon_vma, pages, old.id);
         Ok(id)
     }
 
@@ -141,14 +151,6 @@ impl<B: Backend> Ksm<B> {
         }
         let region = parent.clone_of(self.layout.reserve_region(), space, memory, options);
         Ok(Nursling::new(region))
-    }
-
-    /// Lets everybody know of a clone.
-    fn publish(&self, region: Region<B>) -> RegionId {
-        let (id, linear) = (region.id, region.linear_range());
-        region.anon_vma.add(linear, id);
-        self.layout.enter_all([region]);
-        id
     }
 
     /// Lets every page of `region` that has bytes of its own map a frame, where

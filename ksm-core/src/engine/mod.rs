@@ -156,13 +156,13 @@ impl<B: Backend> Ksm<B> {
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
         }
-        let anon_vma = domain.anon_vmas.create();
-        let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
-        Ok(self.layout.add_region(|id| {
+        self.layout.add_region(space, |id| {
+            let anon_vma = domain.anon_vmas.create();
+            let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
             let region = Region::new(id, space, domain, memory, options, anon_vma);
             region.anon_vma.add(region.linear_range(), id);
-            region
-        }))
+            Ok(region)
+        })
     }
 
     /// Gives every page of a region a copy of its own, puts plain memory in
@@ -228,10 +228,7 @@ impl<B: Backend> Ksm<B> {
     /// # Errors
     /// As [`Ksm::unregister`].
     pub fn remove_space(&self, space: SpaceId) -> Result<(), Error> {
-        for region in self.layout.regions_of(space)? {
-            self.unregister(region.id)?;
-        }
-        self.layout.remove_space(space);
+        self.empty_space(space, |region| self.unregister(region.id))?;
         self.retired.forget_space(space);
         trace::space_forgotten(space);
         Ok(())
@@ -244,14 +241,34 @@ impl<B: Backend> Ksm<B> {
     /// As [`Ksm::discard`] and [`Ksm::unregister`]: what is left of the guest stays
     /// registered.
     pub fn drop_space(&self, space: SpaceId) -> Result<(), Error> {
-        for region in self.layout.regions_of(space)? {
-            unshare::discard(&region, region.range())?;
-            self.unregister(region.id)?;
-        }
-        self.layout.remove_space(space);
+        self.empty_space(space, |region| {
+            unshare::discard(region, region.range())?;
+            self.unregister(region.id)
+        })?;
         self.retired.forget_space(space);
         trace::space_forgotten(space);
         Ok(())
+    }
+
+    /// Lets `end` take every region out of a space, those that come meanwhile or
+    /// take the place of others among them, and forgets it.
+    fn empty_space(
+        &self,
+        space: SpaceId,
+        end: impl Fn(&Region<B>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        loop {
+            for region in self.layout.regions_of(space)? {
+                match end(&region) {
+                    // Somebody else is after it.
+                    Err(Error::NoRegion(_)) => std::thread::yield_now(),
+                    done => done?,
+                }
+            }
+            if self.layout.remove_space(space) {
+                return Ok(());
+            }
+        }
     }
 
     /// Forgets a trust domain and its store.
@@ -278,19 +295,30 @@ impl<B: Backend> Ksm<B> {
     }
 
     fn unmerge_target(&self, target: Target) -> Result<u64, Error> {
-        let regions = match target {
-            Target::All => self.layout.regions().iter().cloned().collect(),
-            Target::Space(space) => self.layout.regions_of(space)?,
-            Target::Pages(region, range) => {
-                let region = self.region_with(region, range)?;
-                return unshare::unmerge(&region, range, self.config.parallel_pages);
-            }
-        };
-        let mut unshared = 0;
-        for region in regions {
-            unshared += unshare::unmerge(&region, region.range(), self.config.parallel_pages)?;
+        let threads = self.config.parallel_pages;
+        if let Target::Pages(region, range) = target {
+            let region = self.region_with(region, range)?;
+            return unshare::unmerge(&region, range, threads);
         }
-        Ok(unshared)
+        let mut unshared = 0;
+        loop {
+            let edition = self.layout.regions();
+            let regions = match target {
+                Target::Space(space) => self.layout.regions_of(space)?,
+                _ => edition.iter().cloned().collect(),
+            };
+            for region in regions {
+                match unshare::unmerge(&region, region.range(), threads) {
+                    Ok(pages) => unshared += pages,
+                    // It was split or moved: what took its place is next.
+                    Err(Error::NoRegion(_)) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            if self.layout.is_last(edition.sequence) {
+                return Ok(unshared);
+            }
+        }
     }
 
     /// Drops the content of pages, as for a balloon or free page reporting: the

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Ksm;
 use super::pass::Pass;
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::error::Error;
 use crate::region::{NoLease, Region};
 use crate::sync::{ThreadId, current};
@@ -50,13 +50,32 @@ impl<B: Backend> Ksm<B> {
         if let Some(layout) = self.layout_turn()? {
             std::mem::forget(layout);
         }
-        for region in self.layout.regions().iter() {
-            match region.lock() {
-                Ok(guard) => std::mem::forget(guard),
-                Err(NoLease::Gone(_)) => continue,
-                Err(held) => return Err(held.into()),
+        loop {
+            let edition = self.layout.regions();
+            // Regions that are being taken away have pages stopped, too.
+            let going = self.retired.going();
+            for region in edition.iter().chain(&going) {
+                if quiesced
+                    .regions
+                    .iter()
+                    .any(|held| Arc::ptr_eq(held, region))
+                {
+                    continue;
+                }
+                match region.lock() {
+                    Ok(guard) => {
+                        guard.memory().rest();
+                        std::mem::forget(guard);
+                    }
+                    Err(NoLease::Gone(_)) => continue,
+                    Err(held) => return Err(held.into()),
+                }
+                quiesced.regions.push(Arc::clone(region));
             }
-            quiesced.regions.push(Arc::clone(region));
+            // What took the place of a region meanwhile is not held yet.
+            if self.layout.is_last(edition.sequence) {
+                break;
+            }
         }
         trace::quiesced(quiesced.regions.len());
         Ok(quiesced)
@@ -67,18 +86,23 @@ impl<B: Backend> Ksm<B> {
     /// again. Returns how many leases it held. The thread must never run again.
     pub fn recover(&self, dead: ThreadId) -> u64 {
         let mut leases = 0;
-        for region in self.layout.regions().iter() {
+        let going = self.retired.going();
+        for region in self.layout.regions().iter().chain(&going) {
             if let Some(guard) = region.evict(dead) {
                 guard.land();
                 leases += 1;
             }
         }
+        for region in self.retired.left_by(dead) {
+            region.reopen();
+            self.retired.cancel(&self.layout, &region);
+        }
+        for domain in self.layout.domains() {
+            domain.sweep_after(dead);
+        }
         leases += u64::from(self.layout_lock.evict(dead).is_some());
         if let Some(scanner) = self.scanner.evict(dead) {
             *scanner.journal() = Pass::default();
-            for domain in self.layout.domains() {
-                domain.sweep_all();
-            }
             leases += 1;
         }
         trace::recovered(leases);

@@ -29,13 +29,13 @@ impl<B: Backend> Ksm<B> {
         let _layout = self.layout_turn()?;
         let guard = whole.lock()?;
         // Of two who are after a region, one gets it.
-        if !self.retired.begin(&self.layout, &whole) {
+        if !whole.claim() {
             return Err(Error::NoRegion(region));
         }
         let (first, rest) = match guard.memory().split(page) {
             Ok(parts) => parts,
             Err(error) => {
-                self.retired.cancel(&self.layout, &whole);
+                whole.unclaim();
                 return Err(error.into());
             }
         };
@@ -47,12 +47,11 @@ impl<B: Backend> Ksm<B> {
             Region::part(&guard, ids[1], rest, page, rest_of_table),
         ];
         let linear = parts.each_ref().map(|part| (part.linear_range(), part.id));
-        self.layout.enter_all(parts);
+        self.retired.exchange(&self.layout, &whole, parts);
         whole
             .anon_vma
             .replace((whole.linear_range(), region), &linear);
         guard.leave();
-        self.retired.end(&whole);
         trace::split(region, ids);
         Ok(ids)
     }

@@ -9,7 +9,7 @@ use crate::domain::Domain;
 use crate::layout::Layout;
 use crate::region::{DomainId, Region, SpaceId};
 use crate::stats::MemoryStats;
-use crate::sync::Mutex;
+use crate::sync::{Mutex, ThreadId, current};
 
 /// Regions that are going, and the counts of those that have gone.
 #[derive(Debug)]
@@ -18,9 +18,16 @@ pub(super) struct Retired<B: Backend>(Mutex<Inner<B>>);
 #[derive(Debug)]
 struct Inner<B: Backend> {
     /// Out of the layout, while their pages are unshared.
-    going: Vec<Arc<Region<B>>>,
+    going: Vec<Going<B>>,
     domains: BTreeMap<DomainId, Counts>,
     spaces: BTreeMap<SpaceId, Counts>,
+}
+
+/// A region that a thread is taking away.
+#[derive(Debug)]
+struct Going<B: Backend> {
+    region: Arc<Region<B>>,
+    by: ThreadId,
 }
 
 /// What was counted since a region was registered.
@@ -65,12 +72,18 @@ impl<B: Backend> Default for Retired<B> {
 }
 
 impl<B: Backend> Retired<B> {
-    /// Takes a region out of the layout. Returns whether it was there.
+    /// Takes a region out of the layout. Returns whether nobody else has.
     pub(super) fn begin(&self, layout: &Layout<B>, region: &Arc<Region<B>>) -> bool {
+        if !region.claim() {
+            return false;
+        }
         let mut inner = self.0.lock();
         let was_there = layout.remove_region(region.id);
         if was_there {
-            inner.going.push(Arc::clone(region));
+            inner.going.push(Going {
+                region: Arc::clone(region),
+                by: current().id(),
+            });
         }
         was_there
     }
@@ -78,21 +91,42 @@ impl<B: Backend> Retired<B> {
     /// Puts it back: it cannot go.
     pub(super) fn cancel(&self, layout: &Layout<B>, region: &Arc<Region<B>>) {
         let mut inner = self.0.lock();
-        inner.going.retain(|going| going.id != region.id);
+        inner.going.retain(|going| going.region.id != region.id);
+        region.unclaim();
         layout.put_back(region);
+    }
+
+    /// Puts regions in place of one that the caller has claimed.
+    pub(super) fn exchange(
+        &self,
+        layout: &Layout<B>,
+        old: &Region<B>,
+        new: impl IntoIterator<Item = Region<B>>,
+    ) {
+        let mut inner = self.0.lock();
+        layout.exchange(old.id, new);
+        inner.count(old);
+    }
+
+    /// The regions that are out of the layout and not gone yet.
+    pub(super) fn going(&self) -> Vec<Arc<Region<B>>> {
+        let inner = self.0.lock();
+        let going = inner.going.iter();
+        going.map(|going| Arc::clone(&going.region)).collect()
+    }
+
+    /// The regions that a thread was taking away which is gone for good.
+    pub(super) fn left_by(&self, dead: ThreadId) -> Vec<Arc<Region<B>>> {
+        let inner = self.0.lock();
+        let left = inner.going.iter().filter(|going| going.by == dead);
+        left.map(|going| Arc::clone(&going.region)).collect()
     }
 
     /// It has gone.
     pub(super) fn end(&self, region: &Region<B>) {
         let mut inner = self.0.lock();
-        inner.going.retain(|going| going.id != region.id);
-        let counts = Counts::of(region);
-        inner
-            .domains
-            .entry(region.domain.id)
-            .or_default()
-            .add(&counts);
-        inner.spaces.entry(region.space).or_default().add(&counts);
+        inner.going.retain(|going| going.region.id != region.id);
+        inner.count(region);
     }
 
     /// The regions of a domain, those that are going among them, and what those
@@ -131,13 +165,22 @@ impl<B: Backend> Retired<B> {
 }
 
 impl<B: Backend> Inner<B> {
+    fn count(&mut self, region: &Region<B>) {
+        let counts = Counts::of(region);
+        let domain = self.domains.entry(region.domain.id);
+        domain.or_default().add(&counts);
+        let space = self.spaces.entry(region.space);
+        space.or_default().add(&counts);
+    }
+
     fn regions(
         &self,
         layout: &Layout<B>,
         wanted: impl Fn(&Arc<Region<B>>) -> bool,
     ) -> Vec<Arc<Region<B>>> {
         let standing = layout.regions();
-        let all = standing.iter().chain(&self.going);
+        let going = self.going.iter().map(|going| &going.region);
+        let all = standing.iter().chain(going);
         all.filter(|region| wanted(region)).cloned().collect()
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::Ksm;
-use crate::backend::{Backend, Memory, RegionOptions};
+use crate::backend::{Backend, FrameStore, Memory, RegionOptions};
 use crate::domain::Plan;
 use crate::error::{BackendError, Error, RegisterError};
 use crate::fingerprint::Fingerprint;
@@ -46,12 +46,15 @@ struct Run<'g, 'a, B: Backend> {
 
 impl<B: Backend> Drop for Taking<B> {
     fn drop(&mut self) {
-        if let Some(region) = &self.0 {
-            let _ = unshare::unmerge(region, region.range(), u32::MAX);
-            region.abandon();
-            let (linear, domain) = (region.linear_range(), &region.domain);
-            domain.anon_vmas.remove(&region.anon_vma, linear, region.id);
+        let Some(region) = &self.0 else { return };
+        // Where one page gets no copy, others may.
+        let runs = region.pages().frame_runs(region.range());
+        for chunk in runs.into_iter().flat_map(|run| run.chunks(WINDOW_PAGES)) {
+            let _ = unshare::unmerge(region, chunk, u32::MAX);
         }
+        region.forsake();
+        let (linear, domain) = (region.linear_range(), &region.domain);
+        domain.anon_vmas.remove(&region.anon_vma, linear, region.id);
     }
 }
 
@@ -93,8 +96,10 @@ impl<B: Backend> Ksm<B> {
             let guard = region.lock()?;
             self.take_window(&guard, &plan, window, &mut last)?;
         }
-        let region = taking.0.take().expect("just looked at");
-        self.layout.enter_all([region]);
+        self.layout.add_region(space, |_| {
+            let region = taking.0.take();
+            Ok(region.expect("put there above"))
+        })?;
         trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }
@@ -143,13 +148,19 @@ impl<B: Backend> Ksm<B> {
             let frame = plan.frame(last, fingerprint, content)?;
             let frame = plan.with_room(frame, max, |_| 0);
             // It may have gone, or filled up, meanwhile.
-            if let Some(item) = domain.reserve(frame, region.place(page), max) {
+            let Some(item) = domain.reserve(frame, region.place(page), max, false) else {
+                continue;
+            };
+            // From here on it stays what it is: is it what the tree says?
+            let mut buf = PageBuf::zeroed();
+            if domain.store.read(frame, &mut buf).is_ok() && *buf == *content {
                 return Ok(Planned {
                     frame,
                     item,
                     fingerprint,
                 });
             }
+            domain.release(frame, item);
         }
         Err(BackendError::Again)
     }

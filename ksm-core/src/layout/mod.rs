@@ -131,15 +131,25 @@ impl<B: Backend> Layout<B> {
         Ok(id)
     }
 
-    /// Enters a region.
-    pub(crate) fn add_region(&self, make: impl FnOnce(RegionId) -> Region<B>) -> Arc<Region<B>> {
+    /// Enters a region that `make` makes of its number, if its space is there still.
+    pub(crate) fn add_region(
+        &self,
+        space: SpaceId,
+        make: impl FnOnce(RegionId) -> Result<Region<B>, Error>,
+    ) -> Result<Arc<Region<B>>, Error> {
+        let registry = self.registry.lock();
+        if !registry.spaces.contains_key(&space) {
+            return Err(Error::NoSpace(space));
+        }
         self.regions.edit(|regions| {
-            let id = RegionId(regions.next);
-            let mut regions = regions.clone();
-            regions.next += 1;
-            let region = Arc::new(make(id));
-            regions.list.push(Arc::clone(&region));
-            (Some(regions), region)
+            let made = make(RegionId(regions.next)).map(Arc::new);
+            let regions = made.as_ref().ok().map(|region| {
+                let mut regions = regions.clone();
+                regions.next = regions.next.max(region.id.0 + 1);
+                regions.enter(Arc::clone(region));
+                regions
+            });
+            (regions, made)
         })
     }
 
@@ -211,10 +221,13 @@ impl<B: Backend> Layout<B> {
         Ok(of_space.cloned().collect())
     }
 
-    /// Enters regions whose numbers were reserved, as one step.
-    pub(crate) fn enter_all(&self, new: impl IntoIterator<Item = Region<B>>) {
+    /// Puts regions whose numbers were reserved in place of one, as one step.
+    pub(crate) fn exchange(&self, old: RegionId, new: impl IntoIterator<Item = Region<B>>) {
         self.regions.edit(|regions| {
             let mut regions = regions.clone();
+            if let Ok(place) = regions.place(old) {
+                regions.list.remove(place);
+            }
             for region in new {
                 regions.enter(Arc::new(region));
             }
@@ -243,8 +256,14 @@ impl<B: Backend> Layout<B> {
         })
     }
 
-    pub(crate) fn remove_space(&self, id: SpaceId) {
-        self.registry.lock().spaces.remove(&id);
+    /// Forgets an address space, unless a region is in it. Returns whether it did.
+    pub(crate) fn remove_space(&self, id: SpaceId) -> bool {
+        let mut registry = self.registry.lock();
+        let empty = self.regions().iter().all(|region| region.space != id);
+        if empty {
+            registry.spaces.remove(&id);
+        }
+        empty
     }
 
     /// Forgets a domain, unless an address space is in it.

@@ -107,6 +107,11 @@ impl AnonVma {
         self.regions.lock().check()
     }
 
+    /// Whether it has more than one region.
+    pub(crate) fn has_many(&self) -> bool {
+        self.regions.lock().len() > 1
+    }
+
     #[cfg(feature = "internals")]
     pub(crate) fn len(&self) -> usize {
         self.regions.lock().len()

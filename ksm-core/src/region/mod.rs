@@ -58,6 +58,8 @@ pub(crate) struct Region<B: Backend> {
     tally: Mutex<Tally>,
     /// Its pages are another region's now, or nobody's.
     gone: AtomicBool,
+    /// Somebody is taking it away or replacing it.
+    claimed: AtomicBool,
 }
 
 /// Why the lease of a region cannot be taken.
@@ -120,6 +122,7 @@ impl<B: Backend> Region<B> {
             lease: Lease::new(),
             tally: Mutex::default(),
             gone: AtomicBool::new(false),
+            claimed: AtomicBool::new(false),
         }
     }
 
@@ -287,6 +290,30 @@ impl<B: Backend> Region<B> {
                 self.domain.unshare(frame, item);
             }
         }
+    }
+
+    /// The same, where pages that are still merged are somebody's: what they map
+    /// stays for good.
+    pub(crate) fn forsake(&self) {
+        let pages = std::mem::take(&mut *self.pages());
+        for (_, record) in pages.seen(self.range()) {
+            match (record.frame, record.class) {
+                (Some(frame), Class::Merged(_)) => self.domain.forsake(frame),
+                (Some(frame), _) => self.domain.abandon(frame),
+                (None, _) => {}
+            }
+        }
+    }
+
+    /// Makes the caller the only one who may take the region away or replace it.
+    /// Returns whether it is.
+    pub(crate) fn claim(&self) -> bool {
+        !self.claimed.swap(true, Ordering::AcqRel)
+    }
+
+    /// Undoes a [`Self::claim`].
+    pub(crate) fn unclaim(&self) {
+        self.claimed.store(false, Ordering::Release);
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {

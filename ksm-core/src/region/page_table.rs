@@ -267,10 +267,15 @@ impl PageTable {
         for page in pages {
             self.set(page, Record::UNSEEN);
         }
-        self.chunks.retain(|&chunk, _| {
-            let whole = PageRange::new(PageIndex(chunk * CHUNK_PAGES), CHUNK_PAGES);
-            whole.intersection(range) != whole
-        });
+        let (first, end) = (
+            range.start.0.div_ceil(CHUNK_PAGES),
+            range.end.0 / CHUNK_PAGES,
+        );
+        let whole = self.chunks.range(first..end.max(first));
+        let whole: Vec<_> = whole.map(|(&chunk, _)| chunk).collect();
+        for chunk in whole {
+            self.chunks.remove(&chunk);
+        }
     }
 
     /// How many of the first pages of `range` are merged.
