@@ -1,4 +1,5 @@
 //! What tests do at the steps of a merge.
+#![allow(dead_code)] // No test file uses all of it.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::mpsc;
