@@ -35,7 +35,8 @@ pub const fn is_page_aligned(bytes: u64) -> bool {
     bytes & (PAGE_SIZE_U64 - 1) == 0
 }
 
-/// A page's linear index inside its region, in pages.
+/// A page's number inside its region: 0 is its first, whatever the region was split
+/// from or cloned from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageIndex(pub u64);
 

@@ -36,6 +36,24 @@ fn guest_of(fd: OwnedFd, flags: i32, protection: i32) -> Guest {
     Guest::of(region)
 }
 
+/// Each reads what is mapped, while the others map and unmap.
+#[test]
+fn memory_is_registered_by_several_threads_at_once() {
+    let backend = backend(StopMethod::Auto);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..200 {
+                    let guest = Guest::new(16);
+                    backend
+                        .attach(guest.source(), RegionOptions::default())
+                        .unwrap();
+                }
+            });
+        }
+    });
+}
+
 macro_rules! assert_refused {
     ($guest:expr, $why:pat) => {
         let error = refusal($guest, RegionOptions::default());

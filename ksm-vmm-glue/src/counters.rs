@@ -29,6 +29,9 @@ pub fn engine(stats: &Stats) -> String {
         ("pages_given_back", stats.pages_given_back),
         ("frames_lingering", stats.frames_lingering),
         ("vmas", stats.vmas),
+        ("rmap_walks", stats.rmap_walks),
+        ("rmap_intervals", stats.rmap_intervals),
+        ("rmap_longest_hold", stats.rmap_longest_hold),
         ("saved_bytes", stats.saved_bytes()),
         ("metadata_bytes", stats.metadata_bytes),
     ]);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ksm_core::backend::Backend;
-use ksm_core::page::{PAGE_SIZE_U64, is_page_aligned, pages_in};
+use ksm_core::page::{PAGE_SIZE_U64, bytes_in, is_page_aligned, pages_in};
 use ksm_core::{
     DomainId, Explanation, Ksm, MemoryStats, PageIndex, PageRange, PinGuard, RegionId,
     RegionOptions, SpaceId, Target,
@@ -31,6 +31,9 @@ pub enum GuestError {
         /// Its length.
         bytes: u64,
     },
+    /// Memory that is to become a clone has not the regions that the guest has.
+    #[error("memory at {0:#x} is not laid out as that of the guest to be cloned")]
+    NotLikeParent(u64),
     /// The engine refused or failed.
     #[error(transparent)]
     Engine(#[from] ksm_core::Error),
@@ -72,11 +75,11 @@ impl Mapped {
 /// registered, and alive, for as long as the engine is.
 #[derive(Debug)]
 pub struct GuestKsm<B: Backend> {
-    ksm: Arc<Ksm<B>>,
-    space: SpaceId,
-    options: RegionOptions,
+    pub(crate) ksm: Arc<Ksm<B>>,
+    pub(crate) space: SpaceId,
+    pub(crate) options: RegionOptions,
     /// By address.
-    mapped: Vec<Mapped>,
+    pub(crate) mapped: Vec<Mapped>,
 }
 
 impl<B: Backend> GuestKsm<B> {
@@ -97,16 +100,25 @@ impl<B: Backend> GuestKsm<B> {
     where
         R: GuestMemoryRegion,
     {
-        let mut guest = Self {
-            ksm: Arc::clone(ksm),
-            space: ksm.create_space(domain)?,
-            options,
-            mapped: Vec::new(),
-        };
+        let mut guest = Self::empty(ksm, domain, options)?;
         guest.sync_with(memory, source)?;
         let pages = guest.mapped.iter().map(|mapped| mapped.pages).sum();
         trace::guest_registered(guest.space, guest.mapped.len(), pages);
         Ok(guest)
+    }
+
+    /// A guest of `domain` without memory.
+    pub(crate) fn empty(
+        ksm: &Arc<Ksm<B>>,
+        domain: DomainId,
+        options: RegionOptions,
+    ) -> Result<Self, GuestError> {
+        Ok(Self {
+            ksm: Arc::clone(ksm),
+            space: ksm.create_space(domain)?,
+            options,
+            mapped: Vec::new(),
+        })
     }
 
     /// Brings the registration in line with `memory`: unregisters regions that
@@ -126,34 +138,46 @@ impl<B: Backend> GuestKsm<B> {
     {
         let wanted: BTreeSet<_> = memory.iter().map(extent).collect();
         let registered: BTreeSet<_> = self.mapped.iter().map(|m| (m.start, m.pages)).collect();
-        for at in (0..self.mapped.len()).rev() {
-            let Mapped {
-                start,
-                pages,
-                region,
-            } = self.mapped[at];
-            if !wanted.contains(&(start, pages)) {
-                self.ksm.unregister(region)?;
-                self.mapped.remove(at);
+        for (start, pages) in registered.difference(&wanted) {
+            self.remove(*start, bytes_in(*pages))?;
+        }
+        for region in arcs(memory)? {
+            let (start, bytes) = (region.start_addr(), region.len());
+            if !registered.contains(&extent(region.as_ref())) {
+                self.add(start, bytes, || source(region))?;
             }
         }
-        for (start, bytes) in memory.iter().map(|r| (r.start_addr(), r.len())) {
-            whole_pages(start, bytes)?;
-            if registered.contains(&(start, pages_in(bytes))) {
-                continue;
-            }
-            // The only way to a region's `Arc`: a copy of the list without it.
-            let (_, arc) = memory
-                .remove_region(start, bytes)
-                .map_err(|_| GuestError::Unmapped(start.0))?;
-            let region = self.ksm.register(self.space, source(arc), self.options)?;
-            self.mapped.push(Mapped {
-                start,
-                pages: pages_in(bytes),
-                region,
-            });
-        }
-        self.mapped.sort_by_key(|mapped| mapped.start);
+        Ok(())
+    }
+
+    /// Registers one more region.
+    pub(crate) fn add(
+        &mut self,
+        start: GuestAddress,
+        bytes: u64,
+        source: impl FnOnce() -> B::Source,
+    ) -> Result<Mapped, GuestError> {
+        whole_pages(start, bytes)?;
+        let mapped = Mapped {
+            start,
+            pages: pages_in(bytes),
+            region: self.ksm.register(self.space, source(), self.options)?,
+        };
+        let at = self.mapped.partition_point(|m| m.start < start);
+        self.mapped.insert(at, mapped);
+        Ok(mapped)
+    }
+
+    /// Unregisters one region, whose content stays.
+    pub(crate) fn remove(&mut self, start: GuestAddress, bytes: u64) -> Result<(), GuestError> {
+        let pages = pages_in(bytes);
+        let at = self
+            .mapped
+            .iter()
+            .position(|m| m.start == start && m.pages == pages)
+            .ok_or(GuestError::Unmapped(start.0))?;
+        self.ksm.unregister(self.mapped[at].region)?;
+        self.mapped.remove(at);
         Ok(())
     }
 
@@ -343,8 +367,23 @@ pub struct StillRegistered<B: Backend> {
     pub error: GuestError,
 }
 
+/// The regions of `memory`, by address.
+pub(crate) fn arcs<R: GuestMemoryRegion>(
+    memory: &GuestRegionCollection<R>,
+) -> Result<Vec<Arc<R>>, GuestError> {
+    let of = |region: &R| {
+        let (start, bytes) = (region.start_addr(), region.len());
+        // The only way to a region's `Arc`: a copy of the list without it.
+        let found = memory.remove_region(start, bytes);
+        found
+            .map(|(_, region)| region)
+            .map_err(|_| GuestError::Unmapped(start.0))
+    };
+    memory.iter().map(of).collect()
+}
+
 /// A region's start and length in pages.
-fn extent<R: GuestMemoryRegion>(region: &R) -> (GuestAddress, u64) {
+pub(crate) fn extent<R: GuestMemoryRegion>(region: &R) -> (GuestAddress, u64) {
     (region.start_addr(), pages_in(region.len()))
 }
 

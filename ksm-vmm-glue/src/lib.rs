@@ -5,6 +5,8 @@
 //!
 //! - [`GuestKsm`] registers every region of a guest memory, follows it when it
 //!   changes (behind a `GuestMemoryAtomic`), and takes guest-physical addresses.
+//! - [`Hotplug`] adds memory to a running guest, and withdraws it, so that engine,
+//!   memory slots and map change together; [`GuestKsm::fork`] clones a guest.
 //! - [`ScannerThread`] calls [`Ksm::scan`](ksm_core::Ksm::scan) at the pace of
 //!   the kernel's `pages_to_scan` and `sleep_millisecs`, and is watched.
 //! - [`counters`] prints counters as the kernel prints its own.
@@ -64,7 +66,9 @@
 #![forbid(unsafe_code)]
 
 pub mod counters;
+mod fork;
 mod guest;
+mod hotplug;
 mod linux;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
@@ -72,6 +76,7 @@ mod scanner;
 mod trace;
 
 pub use guest::{GuestError, GuestKsm, Mapped, StillRegistered};
+pub use hotplug::{Content, Hotplug, HotplugError, Slots};
 pub use scanner::{Pacing, ScannerOptions, ScannerThread, Status, Tally, Watch};
 
 /// The examples of README and of the pages in `docs`, compiled with the

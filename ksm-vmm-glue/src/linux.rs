@@ -67,4 +67,33 @@ impl GuestKsm<LinuxBackend> {
     {
         self.sync_with(memory, HostRegion::new)
     }
+
+    /// Makes a guest that reads the same as this one: see [`GuestKsm::fork_with`].
+    ///
+    /// # Errors
+    /// As [`GuestKsm::fork_with`].
+    pub fn fork<R>(&self, memory: &GuestRegionCollection<R>) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        self.fork_with(memory, HostRegion::new)
+    }
+
+    /// Registers the regions of `memory`, to which a guest has just been restored and
+    /// which nobody uses yet: private mappings of a snapshot's file, or anonymous
+    /// memory that it was read into. See [`GuestKsm::take_over_with`].
+    ///
+    /// # Errors
+    /// As [`GuestKsm::take_over_with`].
+    pub fn take_over<R>(
+        ksm: &Arc<Ksm<LinuxBackend>>,
+        domain: DomainId,
+        memory: &GuestRegionCollection<R>,
+        options: RegionOptions,
+    ) -> Result<Self, GuestError>
+    where
+        R: GuestMemoryRegion + Send + Sync + 'static,
+    {
+        Self::take_over_with(ksm, domain, memory, options, HostRegion::new)
+    }
 }

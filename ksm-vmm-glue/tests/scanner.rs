@@ -1,6 +1,8 @@
 //! The scanner thread: it scans, stops, panics, and is killed.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod vanish;
+
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -170,18 +172,5 @@ fn check_contents(guests: &[SimGuest; 2]) {
             let found: PageBuf = guest.read(PageIndex(page));
             assert_eq!(found, *pattern(page + 1), "page {page}");
         }
-    }
-}
-
-/// The only unsafe code of these tests.
-mod vanish {
-    #![allow(unsafe_code)]
-
-    /// Ends the calling thread as a kill would: nothing is unwound.
-    pub(super) fn this_thread() {
-        // SAFETY: exit(2) ends this thread alone. The C library does not learn
-        // of it, so it never gives the stack to another thread, and what stood
-        // on it is leaked, as is sound.
-        unsafe { libc::syscall(libc::SYS_exit, 0) };
     }
 }

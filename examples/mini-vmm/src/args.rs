@@ -1,15 +1,16 @@
 //! The command line.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
-use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
+use ksm_core::page::bytes_in;
 
-use crate::layout::{MAX_WORK_BYTES, control_bytes};
+use crate::layout::control_bytes;
 use crate::linux::options::LinuxArgs;
+use crate::mem_size::MemSize;
 use crate::recipe::{PRESETS, Recipe};
+use crate::reshape::ReshapeArgs;
 
 /// Runs guests whose memory shrinks while they work: equal pages are merged.
 ///
@@ -124,6 +125,9 @@ pub(crate) struct Args {
     pub(crate) host_threads: bool,
 
     #[command(flatten)]
+    pub(crate) reshape: ReshapeArgs,
+
+    #[command(flatten)]
     pub(crate) linux: LinuxArgs,
 }
 
@@ -143,6 +147,7 @@ impl Args {
         if self.linux.kernel.is_some() {
             self.check_linux()?;
         }
+        self.check_reshape()?;
         if self.image.len() > MAX_GUESTS {
             return Err(format!("more than {MAX_GUESTS} images\n"));
         }
@@ -237,44 +242,6 @@ pub(crate) enum MemoryKind {
     Mixed,
 }
 
-/// A number of bytes: whole pages, not more than a guest can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct MemSize(u64);
-
-impl MemSize {
-    /// In pages.
-    pub(crate) const fn pages(self) -> u64 {
-        pages_in(self.0)
-    }
-}
-
-impl FromStr for MemSize {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (digits, shift) = match text.char_indices().next_back() {
-            Some((at, 'K' | 'k')) => (&text[..at], 10),
-            Some((at, 'M' | 'm')) => (&text[..at], 20),
-            Some((at, 'G' | 'g')) => (&text[..at], 30),
-            _ => (text, 0),
-        };
-        let number: u64 = digits
-            .parse()
-            .map_err(|_| "expected a number with K, M or G behind it, such as 128M".to_owned())?;
-        let bytes = number.saturating_mul(1 << shift);
-        if !(MIN_BYTES..=MAX_WORK_BYTES).contains(&bytes) {
-            return Err("expected 1M to 64G".to_owned());
-        }
-        if !bytes.is_multiple_of(PAGE_SIZE_U64) {
-            return Err(format!("expected a multiple of {PAGE_SIZE_U64}"));
-        }
-        Ok(Self(bytes))
-    }
-}
-
-/// The least memory of a guest.
-const MIN_BYTES: u64 = 1 << 20;
-
 fn after_help() -> String {
     let presets: String = PRESETS
         .iter()
@@ -313,6 +280,7 @@ Examples:
   mini-vmm --guests 4 --mem 128M --seconds 20 --verify --json
   mini-vmm --seconds 60 --recipe lockstep --verify
   mini-vmm --seconds 60 --recipe chaos --chaos --verify
+  mini-vmm --guests 3 --hotplug 4 --fork 2 --verify
   mini-vmm --recipe poison,order=scattered,rest=500
   mini-vmm --plot memory.svg --metrics ksm.prom
   mini-vmm --image a.ram b.ram c.ram --max-vmas 2400 --verify
@@ -380,6 +348,10 @@ mod tests {
             &["--engine", "kernel", "--memory", "mixed"],
             &["--image", "a", "b", "--guests", "1"],
             &["--kernel", "a", "--verify"],
+            &["--kernel", "a", "--fork", "1"],
+            &["--engine", "kernel", "--fork", "1"],
+            &["--hotplug", "1", "--no-dedup"],
+            &["--hotplug", "1", "--host-threads"],
             &["--kernel", "a", "--memory", "memfd"],
             &[
                 "--kernel",

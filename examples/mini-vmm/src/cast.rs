@@ -37,11 +37,27 @@ impl Cast {
         rewritten.min().unwrap_or(0)
     }
 
+    /// Takes clones in, behind the guests.
+    pub(crate) fn take_in(&mut self, clones: Vec<Guest>) {
+        let sides = clones.iter().map(|clone| Arc::clone(clone.side()));
+        self.sides.extend(sides);
+        self.guests.extend(clones);
+    }
+
     pub(crate) fn rams(&self) -> Vec<Ram> {
-        self.guests
-            .iter()
-            .map(|guest| guest.ram().clone())
-            .collect()
+        let guests = self.guests.iter();
+        guests.map(|guest| guest.ram().clone()).collect()
+    }
+
+    /// The memory of each, with its number; those from `guests` on are clones, of one
+    /// guest after another.
+    pub(crate) fn family(&self, guests: usize) -> Vec<(usize, Option<usize>, Ram)> {
+        let ram = |guest: &Guest| {
+            let clone = guest.index().checked_sub(guests);
+            let parent = clone.map(|clone| clone % guests);
+            (guest.index(), parent, guest.ram().clone())
+        };
+        self.guests.iter().map(ram).collect()
     }
 
     /// The memory of each that is merged.
@@ -75,6 +91,8 @@ pub(crate) fn make_guests(args: &Args, images: &[Image], host: &Host) -> anyhow:
         targets: Vec::new(),
         images: ImageTally::new()?,
     };
+    let windows = args.reshape.windows(u64::from(args.guests()));
+    let end = |pages| windows.end(pages);
     for (index, pages) in guest_pages(args, images).into_iter().enumerate() {
         let ram = Ram::new(pages, args.memory)?;
         let image = image_of(index, images);
@@ -94,9 +112,11 @@ pub(crate) fn make_guests(args: &Args, images: &[Image], host: &Host) -> anyhow:
         });
         cast.sides.push(Arc::clone(&side));
         let cpu: Box<dyn Cpu> = match &host.kvm {
-            Some(kvm) => Box::new(KvmCpu::new(kvm, ram.clone()).with_context(|| {
-                format!("guest {index} does not start under KVM; --host-threads does without")
-            })?),
+            Some(kvm) => {
+                Box::new(KvmCpu::new(kvm, ram.clone(), end(pages)).with_context(|| {
+                    format!("guest {index} does not start under KVM; --host-threads does without")
+                })?)
+            }
             None => Box::new(HostCpu::new(ram.clone())),
         };
         let guest = Guest::new(index, ram, plan, image.cloned(), cpu, side)?;
@@ -141,6 +161,7 @@ pub(crate) fn register(
         pacing(args),
         args.isolate,
         &cast.memories(),
+        args.reshape.fork.into(),
     )
 }
 
@@ -149,6 +170,7 @@ pub(crate) fn config(args: &Args) -> Config {
     let mut config = Config {
         settle_passes: args.settle_passes,
         max_vmas: args.max_vmas,
+        lock_policy: args.reshape.lock_policy.into(),
         ..Config::default()
     };
     if args.no_blocks {

@@ -14,7 +14,7 @@ pub(crate) const COUNTER_STRIDE: usize = (WORDS - 1) / (COUNTERS - 1);
 const _: () = assert!(COUNTER_STRIDE * (COUNTERS - 1) == WORDS - 1);
 
 /// How a page's words come about. The numbers stand in the guest's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub(crate) enum Kind {
     /// Unknown: the guest neither writes nor checks it.
@@ -30,7 +30,7 @@ pub(crate) enum Kind {
 }
 
 /// What one page holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PageSpec {
     /// How its words come about.
     pub(crate) kind: Kind,

@@ -1,6 +1,6 @@
 //! [`Dedup`]: the engine, its guests and its scanner, as this program uses them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use anyhow::Context as _;
 use ksm_core::backend::linux::LinuxBackend;
@@ -24,19 +24,21 @@ const MAX_PASSES: u64 = 100;
 #[derive(Debug)]
 pub(crate) struct Dedup {
     ksm: Arc<Engine>,
-    guests: Vec<Mutex<GuestKsm<LinuxBackend>>>,
+    /// Clones that are not born yet have a place at the end.
+    guests: Vec<OnceLock<Mutex<GuestKsm<LinuxBackend>>>>,
     pacing: Pacing,
 }
 
 impl Dedup {
     /// Registers this memory of all guests. They share a trust domain, or have one
-    /// each.
+    /// each; so many `clones` of them may come.
     pub(crate) fn new(
         backend: LinuxBackend,
         config: Config,
         pacing: Pacing,
         isolate: bool,
         memories: &[GuestMemoryMmap],
+        clones: usize,
     ) -> anyhow::Result<Self> {
         let ksm = Arc::new(Ksm::new(backend, config)?);
         let mut shared: Option<DomainId> = None;
@@ -48,8 +50,9 @@ impl Dedup {
             };
             let guest = GuestKsm::register_with(&ksm, domain, memory, OPTIONS, Ram::source)
                 .context("cannot register guest memory")?;
-            guests.push(Mutex::new(guest));
+            guests.push(OnceLock::from(Mutex::new(guest)));
         }
+        guests.extend((0..clones).map(|_| OnceLock::new()));
         Ok(Self {
             ksm,
             guests,
@@ -70,9 +73,24 @@ impl Dedup {
 
     /// One guest's registration. Held for as long as it is being changed.
     pub(crate) fn guest(&self, index: usize) -> MutexGuard<'_, GuestKsm<LinuxBackend>> {
-        self.guests[index]
+        let guest = self.guests[index].get();
+        guest
+            .expect("only clones that are born are asked for")
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers `memory` as clone number `clone` of a guest that is paused.
+    pub(crate) fn fork(
+        &self,
+        parent: usize,
+        clone: usize,
+        memory: &GuestMemoryMmap,
+    ) -> anyhow::Result<()> {
+        // Not what was added to the parent: that has vCPUs of its own.
+        let guest = self.guest(parent).fork_part_with(memory, Ram::source)?;
+        let set = self.guests[clone].set(Mutex::new(guest));
+        set.map_err(|_| anyhow::anyhow!("clone {clone} is there already"))
     }
 
     /// Starts to scan.

@@ -12,22 +12,36 @@ use crate::ram::Ram;
 use crate::report::{GuestReport, Report};
 use crate::usage::{Usage, anonymous_bytes};
 
+/// How guests stand.
 pub(crate) fn guest_reports(
     rams: &[Ram],
     merger: Option<&Merger>,
 ) -> anyhow::Result<Vec<GuestReport>> {
+    let guests = rams.iter().enumerate();
+    let guests: Vec<_> = guests
+        .map(|(index, ram)| (index, None, ram.clone()))
+        .collect();
+    family_reports(&guests, merger)
+}
+
+/// How guests stand, and clones: those have a parent.
+pub(crate) fn family_reports(
+    rams: &[(usize, Option<usize>, Ram)],
+    merger: Option<&Merger>,
+) -> anyhow::Result<Vec<GuestReport>> {
     let all = merger.map(Merger::stats).transpose()?;
-    let report = |(index, ram): (usize, &Ram)| {
-        let mine = merger.map(|merger| merger.guest_stats(index)).transpose()?;
+    let report = |(index, parent, ram): &(usize, Option<usize>, Ram)| {
+        let mine = merger.map(|merger| merger.guest_stats(*index));
+        let mine = mine.transpose()?;
         let counters = mine.as_ref().zip(all.as_ref());
         Ok(GuestReport::new(
-            index,
+            (*index, *parent),
             ram.pages(),
             Tally::of(ram)?,
             counters,
         ))
     };
-    rams.iter().enumerate().map(report).collect()
+    rams.iter().map(report).collect()
 }
 
 pub(crate) fn add_counters(
@@ -114,8 +128,7 @@ pub(crate) fn check(
     if args.verify {
         run_guests(&mut cast.guests, &cast.sides, Guest::check_all, |_| Ok(()))?;
     }
-    let rams = cast.rams();
-    report.by_guest = guest_reports(&rams, merger)?;
+    report.by_guest = family_reports(&cast.family(usize::from(args.guests())), merger)?;
     for (guest, mine) in cast.guests.iter().zip(&mut report.by_guest) {
         if args.verify {
             let lost = guest.lost_pages(work)?;
@@ -131,6 +144,11 @@ pub(crate) fn check(
         report.pages_checked += mine.pages_checked;
         report.stores_checked += mine.stores_checked;
         report.lost_pages += mine.lost_pages;
+    }
+    if let Some(added) = &report.hotplug {
+        report.pages_checked += added.pages_checked;
+        report.stores_checked += added.stores_checked;
+        report.lost_pages += added.lost_pages;
     }
     if args.verify {
         if let Some(dedup) = merger.and_then(Merger::ours) {

@@ -12,7 +12,9 @@ use anyhow::Context as _;
 use crate::content::PageSpec;
 use crate::cpu::Cpu;
 use crate::discard::{Discard, DiscardDesk};
+use crate::forks::Forks;
 use crate::image::Image;
+use crate::kvm_slots::SlottedVm;
 use crate::layout::{Command, SKIPPED, mail};
 use crate::lockstep::Lockstep;
 use crate::plan::Plan;
@@ -21,7 +23,7 @@ use crate::verify::wrong_pages;
 
 /// Pages that are filled or checked by one command: well below a millisecond,
 /// so that a guest soon hears of what else there is to do.
-const CHUNK: u64 = 128;
+pub(crate) const CHUNK: u64 = 128;
 /// Chunks that a guest checks between being discarded from and filling again.
 const CHUNKS_BEFORE_REFILL: u32 = 20;
 
@@ -151,12 +153,13 @@ impl Guest {
 
     /// Lets the guest work until it is stopped: rewrite in lockstep when it is
     /// time, check what lies still in between.
-    pub(crate) fn work(&mut self, work: &Work) -> anyhow::Result<()> {
+    pub(crate) fn work(&mut self, work: &Work, forks: Option<&Forks<'_>>) -> anyhow::Result<()> {
         let slices = as_step(work.lockstep.slices());
         self.increments.resize(slices, 0);
         while !work.stop.load(Ordering::Relaxed) && !work.lockstep.is_over(self.index) {
             let begin = Instant::now();
             self.attend_discard()?;
+            self.attend_forks(work, forks)?;
             match work.lockstep.due(self.index) {
                 Some(slice) => self.rewrite(work, slice)?,
                 None => self.check_chunk()?,
@@ -166,6 +169,42 @@ impl Guest {
         self.restore(work)?;
         // A discard that was made is known to the guest when it stops.
         self.attend_discard()
+    }
+
+    /// Makes the clones that are due, when no discard is under way.
+    fn attend_forks(&mut self, work: &Work, forks: Option<&Forks<'_>>) -> anyhow::Result<()> {
+        let Some(forks) = forks else {
+            return Ok(());
+        };
+        for number in forks.due(self.index) {
+            if matches!(self.side.desk.state(), Discard::None | Discard::Asked(_)) {
+                forks.make(self, number, work)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A clone of this guest, which stands still meanwhile: `register` lets the work
+    /// memory that it is given read as this guest's.
+    pub(crate) fn fork(
+        &mut self,
+        index: usize,
+        register: impl FnOnce(&Ram) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Self> {
+        let ram = self.ram.clone_control()?;
+        register(&ram)?;
+        let cpu = self.cpu.fork(ram.clone());
+        Ok(Self {
+            index,
+            cpu: cpu.with_context(|| format!("the vCPU of guest {} is not cloned", self.index))?,
+            ram,
+            plan: self.plan.clone(),
+            image: self.image.clone(),
+            side: Arc::default(),
+            increments: self.increments.clone(),
+            next_check: self.next_check,
+            since_discard: 0,
+        })
     }
 
     fn rewrite(&mut self, work: &Work, slice: u64) -> anyhow::Result<()> {
@@ -251,9 +290,15 @@ impl Guest {
         Ok(lost)
     }
 
-    /// The pages that do not hold what the VMM works out from the plan and from
-    /// the commands it gave.
+    /// The pages that do not hold what they must.
     fn unplanned_pages(&self, work: &Work) -> anyhow::Result<Vec<u64>> {
+        let expected = self.expected(work);
+        wrong_pages(&self.ram, |page| expected[as_step(page)])
+    }
+
+    /// What each page must hold, as the VMM works it out from the plan and from the
+    /// commands it gave.
+    pub(crate) fn expected(&self, work: &Work) -> Vec<PageSpec> {
         let mut expected = self.plan.pages.clone();
         for (slice, increments) in (0..).zip(&self.increments) {
             for place in work.lockstep.places(slice) {
@@ -269,12 +314,27 @@ impl Guest {
         for page in discarded {
             expected[as_step(page)] = now;
         }
-        wrong_pages(&self.ram, |page| expected[as_step(page)])
+        expected
     }
 
     /// Guest-physical pages that are rewritten.
     pub(crate) fn rewritten_pages(&self) -> &[u64] {
         &self.plan.lockstep
+    }
+
+    /// Its number.
+    pub(crate) const fn index(&self) -> usize {
+        self.index
+    }
+
+    /// What others see of it.
+    pub(crate) const fn side(&self) -> &Arc<GuestSide> {
+        &self.side
+    }
+
+    /// Its machine, if it has one.
+    pub(crate) fn machine(&self) -> Option<Arc<SlottedVm>> {
+        self.cpu.machine()
     }
 
     /// The guest's memory.
@@ -289,6 +349,6 @@ fn as_step(number: u64) -> usize {
 }
 
 /// How long to rest after having worked for `worked`.
-fn rest_after(worked: Duration, busy_percent: u32) -> Duration {
+pub(crate) fn rest_after(worked: Duration, busy_percent: u32) -> Duration {
     worked * (100 - busy_percent) / busy_percent
 }

@@ -155,6 +155,10 @@ impl HostCpu {
 }
 
 impl Cpu for HostCpu {
+    fn fork(&mut self, ram: Ram) -> anyhow::Result<Box<dyn Cpu>> {
+        Ok(Box::new(Self::new(ram)))
+    }
+
     fn run(&mut self, command: Command) -> anyhow::Result<()> {
         match command {
             Command::Fill { first, end } | Command::Check { first, end } => {

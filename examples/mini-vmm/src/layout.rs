@@ -6,6 +6,8 @@
 //! **work memory** must hold. So no merge can damage what pages are checked
 //! against. The work memory starts at [`WORK_BASE`] and is what gets merged.
 
+use ksm_core::page::{PAGE_SIZE_U64, bytes_in};
+
 use crate::content::{Kind, PageSpec};
 
 /// The mailbox: [`mail`] says what is at which offset.
@@ -18,7 +20,7 @@ pub(crate) const CODE_BYTES: u64 = 0x2000;
 pub(crate) const PAGE_TABLES: u64 = 0x10_000;
 /// One descriptor for each page of the work memory: see [`descriptor`].
 pub(crate) const DESCRIPTORS: u64 = 0x100_000;
-/// The work memory.
+/// The work memory of a guest's first vCPU.
 pub(crate) const WORK_BASE: u64 = 1 << 30;
 /// The most work memory a guest can have: the page directories end before
 /// [`DESCRIPTORS`], and the descriptors before [`WORK_BASE`].
@@ -114,6 +116,34 @@ pub(crate) mod number {
     /// [`Command::Rewrite`](super::Command::Rewrite).
     pub(crate) const REWRITE: u64 = 3;
 }
+
+/// Where memory can be added, each piece with a vCPU of its own: the same layout as
+/// that of the guest itself, from another base address on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Windows {
+    /// How many there are.
+    pub(crate) count: u64,
+    /// Work memory of each, in pages.
+    pub(crate) pages: u64,
+}
+
+impl Windows {
+    /// The base address of window number `n` of a guest with `pages` pages.
+    pub(crate) const fn base(self, pages: u64, n: u64) -> u64 {
+        let own = (WORK_BASE + bytes_in(pages)).next_multiple_of(GIB);
+        own + n * (WORK_BASE + bytes_in(self.pages).next_multiple_of(GIB))
+    }
+
+    /// Where all memory of a guest with `pages` pages ends, once windows are full.
+    pub(crate) const fn end(self, pages: u64) -> u64 {
+        self.base(pages, self.count)
+    }
+}
+
+const GIB: u64 = 1 << 30;
+
+/// The most that page tables can map: they end before [`DESCRIPTORS`].
+pub(crate) const MAX_ADDRESS: u64 = ((DESCRIPTORS - PAGE_TABLES) / PAGE_SIZE_U64 - 2) * GIB;
 
 /// Address of the lockstep list of a guest with `pages` pages of work memory.
 pub(crate) const fn lockstep_list(pages: u64) -> u64 {

@@ -19,15 +19,16 @@ pub(crate) struct Lockstep {
     slices: u64,
     /// Length of every guest's lockstep list.
     pages: u64,
-    /// Ticks that each guest has ended.
+    /// Ticks that each guest has ended; of one that is not born yet, `u64::MAX`.
     ended: Vec<AtomicU64>,
     /// No tick from this one on is begun.
     limit: AtomicU64,
 }
 
 impl Lockstep {
-    /// Guests wait for [`Lockstep::open`].
-    pub(crate) fn new(recipe: &Recipe, pages: u64, guests: usize) -> Self {
+    /// Guests wait for [`Lockstep::open`]. Behind them come clones which are not born
+    /// yet.
+    pub(crate) fn new(recipe: &Recipe, pages: u64, guests: usize, clones: usize) -> Self {
         let slices = u64::from(recipe.slices).min(pages.max(1));
         let rest = Duration::from_millis(u64::from(recipe.rest_millisecs));
         Self {
@@ -35,7 +36,10 @@ impl Lockstep {
             tick: rest / u32::try_from(slices).expect("not more than the recipe's"),
             slices,
             pages,
-            ended: (0..guests).map(|_| AtomicU64::new(0)).collect(),
+            ended: [(0, guests), (u64::MAX, clones)]
+                .into_iter()
+                .flat_map(|(ticks, n)| (0..n).map(move |_| AtomicU64::new(ticks)))
+                .collect(),
             limit: AtomicU64::new(u64::MAX),
         }
     }
@@ -69,7 +73,7 @@ impl Lockstep {
     pub(crate) fn close(&self) {
         self.open();
         let ended = self.ended.iter().map(|ended| ended.load(Ordering::Acquire));
-        let last = ended.max().unwrap_or(0);
+        let last = ended.filter(|&ended| ended != u64::MAX).max().unwrap_or(0);
         let limit = if self.pages > 0 { last + 1 } else { 0 };
         // Only the first call counts.
         let _ = self
@@ -80,6 +84,13 @@ impl Lockstep {
     /// Whether `guest` has ended its last tick.
     pub(crate) fn is_over(&self, guest: usize) -> bool {
         self.ended[guest].load(Ordering::Acquire) >= self.limit.load(Ordering::Acquire)
+    }
+
+    /// A clone is born of `parent`, which is between two ticks, and keeps in step with
+    /// all others from here on.
+    pub(crate) fn join(&self, clone: usize, parent: usize) {
+        let ended = self.ended[parent].load(Ordering::Acquire);
+        self.ended[clone].store(ended, Ordering::Release);
     }
 
     /// Says that `guest` has rewritten its slice.
@@ -99,7 +110,7 @@ mod tests {
 
     fn lockstep(pages: u64) -> Lockstep {
         let recipe = "default,rest=1,slices=7".parse().unwrap();
-        let lockstep = Lockstep::new(&recipe, pages, 2);
+        let lockstep = Lockstep::new(&recipe, pages, 2, 1);
         assert_eq!(lockstep.due(0), None, "not open yet");
         lockstep.open();
         lockstep
@@ -141,6 +152,26 @@ mod tests {
             assert!(lockstep.is_over(guest));
             assert_eq!(lockstep.due(guest), None);
         }
+    }
+
+    #[test]
+    fn a_clone_keeps_in_step_from_its_birth_on() {
+        let lockstep = lockstep(100);
+        for guest in [0, 1, 0] {
+            lockstep.end_tick(guest);
+        }
+        lockstep.join(2, 0);
+        lockstep.end_tick(1);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(lockstep.due(2), Some(2));
+        lockstep.end_tick(0);
+        lockstep.end_tick(1);
+        std::thread::sleep(Duration::from_millis(5));
+        assert_eq!(lockstep.due(0), None, "the clone is not there yet");
+        lockstep.close();
+        assert!(!lockstep.is_over(2));
+        lockstep.end_tick(2);
+        assert_eq!(lockstep.due(0), Some(3));
     }
 
     #[test]

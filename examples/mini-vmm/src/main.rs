@@ -14,9 +14,11 @@ mod cpu;
 mod dedup;
 mod discard;
 mod figures;
+mod forks;
 mod guest;
 mod host;
 mod host_cpu;
+mod hotplug;
 mod image;
 mod ksmd;
 mod kvm_slots;
@@ -24,6 +26,7 @@ mod layout;
 mod linux;
 mod lockstep;
 mod long_mode;
+mod mem_size;
 mod merger;
 mod metrics;
 mod payload;
@@ -35,10 +38,13 @@ mod ram;
 mod recipe;
 mod recorder;
 mod report;
+mod reshape;
 mod run;
 mod savings;
 mod timeline;
+mod unrest;
 mod usage;
+mod vcpu_state;
 mod verify;
 mod vm;
 
@@ -70,7 +76,10 @@ fn main() -> ExitCode {
         }
     };
     match usage::available_bytes() {
-        Ok(available) => refuse_too_much(&cast::guest_pages(&args, &images), available),
+        Ok(available) => {
+            let pages = cast::guest_pages(&args, &images);
+            refuse_too_much(&pages, args.reshape.bytes(&pages), available);
+        }
         Err(error) => {
             eprintln!("{error:#}: mount /proc, nothing can be measured without it");
             return ExitCode::from(CANNOT_RUN);
@@ -79,6 +88,10 @@ fn main() -> ExitCode {
     let host = Host::look(&args);
     for note in &host.notes {
         eprintln!("{note}");
+    }
+    if args.reshape.hotplug > 0 && (host.kvm.is_none() || host.backend.is_none()) {
+        eprintln!("mini-vmm: memory can be added to no guest: see above");
+        return ExitCode::from(CANNOT_RUN);
     }
     if args.linux.kernel.is_some() && host.lacks_for_linux(&args) {
         eprintln!("mini-vmm: Linux guests cannot be run as asked: see above");
@@ -113,8 +126,8 @@ fn run_guests(args: &Args, images: &[Image], host: Host) -> anyhow::Result<Shown
 }
 
 /// Ends the program if the guests do not fit.
-fn refuse_too_much(guest_pages: &[u64], available: u64) {
-    let wanted = guest_bytes(guest_pages);
+fn refuse_too_much(guest_pages: &[u64], further: u64, available: u64) {
+    let wanted = guest_bytes(guest_pages) + further;
     if wanted > available {
         let text = format!(
             "{} guests need {} MiB, and {} MiB are available: use fewer (--guests) or smaller ones (--mem)\n",

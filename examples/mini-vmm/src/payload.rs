@@ -6,8 +6,8 @@
 //! makes no call.
 //!
 //! Registers: `rbx` mailbox, `r15` descriptors, `r14` work memory, `r13`
-//! lockstep list (which the VMM sets); `rsi` the page's number, `rdi` the page,
-//! `rbp` its descriptor.
+//! lockstep list, which the VMM sets, for each vCPU its own; `rsi` the page's
+//! number, `rdi` the page, `rbp` its descriptor.
 
 use iced_x86::IcedError;
 use iced_x86::code_asm::{
@@ -16,7 +16,7 @@ use iced_x86::code_asm::{
 };
 
 use crate::content::{COUNTER_STRIDE, COUNTERS, HASH_FACTOR, HASH_ROTATE, Kind, WORDS};
-use crate::layout::{CODE, DESCRIPTORS, MAILBOX, REPORT_PORT, WORK_BASE, descriptor, mail, number};
+use crate::layout::{CODE, REPORT_PORT, descriptor, mail, number};
 
 type Emitted = Result<(), IcedError>;
 
@@ -28,10 +28,6 @@ pub(crate) fn assemble() -> Result<Vec<u8>, IcedError> {
     let mut fill = a.create_label();
     let mut check = a.create_label();
     let mut rewrite = a.create_label();
-
-    a.mov(rbx, MAILBOX)?;
-    a.mov(r15, DESCRIPTORS)?;
-    a.mov(r14, WORK_BASE)?;
 
     a.set_label(&mut report)?;
     a.mov(dx, u32::from(REPORT_PORT))?;

@@ -59,7 +59,8 @@ pub(crate) fn run_guests(
 }
 
 /// When each guest last carried out a command.
-struct SignsOfLife(Vec<(u64, Instant)>);
+#[derive(Default)]
+pub(crate) struct SignsOfLife(Vec<(u64, Instant)>);
 
 impl SignsOfLife {
     fn new(sides: &[Arc<GuestSide>]) -> Self {
@@ -67,7 +68,12 @@ impl SignsOfLife {
         Self(sides.iter().map(|_| (u64::MAX, now)).collect())
     }
 
-    fn check(&mut self, sides: &[Arc<GuestSide>], is_alive: impl Fn(usize) -> bool) {
+    /// Watches one more guest.
+    pub(crate) fn watch(&mut self) {
+        self.0.push((u64::MAX, Instant::now()));
+    }
+
+    pub(crate) fn check(&mut self, sides: &[Arc<GuestSide>], is_alive: impl Fn(usize) -> bool) {
         for (index, (side, (seen, at))) in sides.iter().zip(&mut self.0).enumerate() {
             let commands = side.commands.load(Ordering::Relaxed);
             if commands != *seen {

@@ -63,8 +63,14 @@ impl Progress {
     }
 
     /// Shows how things stand.
-    pub(crate) fn show(&mut self, guests: &[GuestReport], stats: Option<&Stats>) {
+    pub(crate) fn show(
+        &mut self,
+        guests: &[GuestReport],
+        further: Option<String>,
+        stats: Option<&Stats>,
+    ) {
         let mut texts: Vec<String> = guests.iter().map(GuestReport::line).collect();
+        texts.extend(further);
         texts.push(self.engine_line(stats));
         match &self.lines {
             Some((_, bars)) => {

@@ -36,6 +36,9 @@ pub(crate) struct Ram {
     /// The work memory alone, in two regions: what is registered with the
     /// engine.
     pub(crate) work: GuestMemoryMmap,
+    /// What all addresses are counted from: not 0 in memory that was added.
+    base: u64,
+    kind: MemoryKind,
     /// The memfd that work memory is in, which only this process maps, and once.
     file: Option<Arc<File>>,
 }
@@ -72,7 +75,53 @@ impl Ram {
             .expect("mapped above")
             .len();
         let (work, _) = all.remove_region(GuestAddress(0), control)?;
-        Ok(Self { all, work, file })
+        Ok(Self {
+            all,
+            work,
+            base: 0,
+            kind,
+            file,
+        })
+    }
+
+    /// As much memory of the same kind, for a clone, with the same in its control
+    /// area but for what was counted. The guest must be paused.
+    pub(crate) fn clone_control(&self) -> anyhow::Result<Self> {
+        let clone = Self::new(self.pages(), self.kind)?;
+        let mut page = [0; ksm_core::PAGE_SIZE];
+        for at in (0..control_bytes(self.pages())).step_by(page.len()) {
+            self.all.read_slice(&mut page, GuestAddress(at))?;
+            // What holds nothing needs no memory.
+            if page.iter().any(|&byte| byte != 0) {
+                clone.all.write_slice(&page, GuestAddress(at))?;
+            }
+        }
+        for count in [mail::PAGES_CHECKED, mail::STORES_CHECKED] {
+            clone.set_mail(count, 0)?;
+        }
+        Ok(clone)
+    }
+
+    /// Memory that was added to a guest at `base`, and is worked at by a vCPU of its
+    /// own: a control area, and work memory if there is any just now.
+    pub(crate) fn window(
+        base: u64,
+        control: Arc<GuestRegionMmap>,
+        work: Option<Arc<GuestRegionMmap>>,
+    ) -> anyhow::Result<Self> {
+        let mut all = GuestMemoryMmap::from_arc_regions(vec![control])?;
+        let mut alone = GuestMemoryMmap::new();
+        if let Some(work) = work {
+            all = all.insert_region(Arc::clone(&work))?;
+            alone = alone.insert_region(work)?;
+        }
+        Ok(Self {
+            all,
+            work: alone,
+            base,
+            kind: MemoryKind::Anonymous,
+            file: None,
+        })
     }
 
     /// How a region of work memory is registered.
@@ -100,7 +149,7 @@ impl Ram {
         for (page, spec) in (0..).zip(&plan.pages) {
             self.set_spec(page, *spec)?;
         }
-        let list = lockstep_list(plan.len());
+        let list = self.base + lockstep_list(plan.len());
         for (at, page) in (0..).zip(&plan.lockstep) {
             self.all.write_obj(*page, GuestAddress(list + at * 8))?;
         }
@@ -109,14 +158,14 @@ impl Ram {
 
     /// Writes what a page must hold. The guest must not be at it just then.
     pub(crate) fn set_spec(&self, page: u64, spec: PageSpec) -> anyhow::Result<()> {
-        let at = GuestAddress(DESCRIPTORS + page * descriptor::BYTES);
+        let at = GuestAddress(self.base + DESCRIPTORS + page * descriptor::BYTES);
         Ok(self.all.write_obj(descriptor_words(spec), at)?)
     }
 
     /// Whether the guest has counted a page as lost.
     pub(crate) fn is_marked_lost(&self, page: u64) -> anyhow::Result<bool> {
         let at = DESCRIPTORS + page * descriptor::BYTES + descriptor::LOST;
-        Ok(self.all.read_obj::<u32>(GuestAddress(at))? != 0)
+        Ok(self.all.read_obj::<u32>(GuestAddress(self.base + at))? != 0)
     }
 
     /// Puts a command into the mailbox.
@@ -130,13 +179,13 @@ impl Ram {
 
     /// A word of the mailbox, while the guest may be running.
     pub(crate) fn mail(&self, offset: u64) -> anyhow::Result<u64> {
-        let at = GuestAddress(MAILBOX + offset);
+        let at = GuestAddress(self.base + MAILBOX + offset);
         Ok(self.all.load(at, Ordering::Relaxed)?)
     }
 
     /// Sets a word of the mailbox.
     pub(crate) fn set_mail(&self, offset: u64, word: u64) -> anyhow::Result<()> {
-        let at = GuestAddress(MAILBOX + offset);
+        let at = GuestAddress(self.base + MAILBOX + offset);
         Ok(self.all.store(word, at, Ordering::Relaxed)?)
     }
 
@@ -146,7 +195,8 @@ impl Ram {
         page: u64,
         buf: &mut [u8; ksm_core::PAGE_SIZE],
     ) -> anyhow::Result<()> {
-        Ok(self.work.read_slice(buf, page_address(page))?)
+        let at = GuestAddress(self.base + page_address(page).0);
+        Ok(self.work.read_slice(buf, at)?)
     }
 }
 
@@ -157,7 +207,7 @@ fn memfd(bytes: u64) -> anyhow::Result<Arc<File>> {
     Ok(Arc::new(File::from(fd)))
 }
 
-/// The guest-physical address of a page of the work memory.
+/// The guest-physical address of a page of a guest's own work memory.
 pub(crate) const fn page_address(page: u64) -> GuestAddress {
     GuestAddress(WORK_BASE + bytes_in(page))
 }

@@ -6,7 +6,9 @@ use ksm_core::page::bytes_in;
 use serde::Serialize;
 
 use crate::chaos::ChaosTally;
+use crate::forks::ForkTally;
 use crate::guest::Tally;
+use crate::hotplug::HotplugTally;
 use crate::image::ImageTally;
 
 /// How one guest stands.
@@ -14,11 +16,14 @@ use crate::image::ImageTally;
 pub(crate) struct GuestReport {
     /// Its number.
     pub(crate) guest: usize,
+    /// The guest that it was cloned from while that ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) clone_of: Option<usize>,
     /// Memory that maps frames as shared.
     pub(crate) merged_bytes: u64,
     /// Memory that maps the host's page of zeros.
     pub(crate) zero_bytes: u64,
-    /// Memory of its own.
+    /// Memory of its own, and of a clone what it was born without: its zeros.
     pub(crate) private_bytes: u64,
     /// Its part of what is saved.
     pub(crate) saved_bytes: u64,
@@ -34,7 +39,7 @@ impl GuestReport {
     /// One guest of `pages` pages by its own tally and, if it is registered, the
     /// engine's counters. Of a frame's memory every sharer pays its part.
     pub(crate) fn new(
-        guest: usize,
+        (guest, clone_of): (usize, Option<usize>),
         pages: u64,
         tally: Tally,
         counters: Option<(&ksm_core::MemoryStats, &ksm_core::Stats)>,
@@ -47,6 +52,7 @@ impl GuestReport {
         });
         Self {
             guest,
+            clone_of,
             merged_bytes: bytes_in(merged),
             zero_bytes: bytes_in(zero),
             private_bytes: bytes_in(pages.saturating_sub(merged + zero)),
@@ -61,7 +67,12 @@ impl GuestReport {
     pub(crate) fn line(&self) -> String {
         let mib = |bytes: u64| bytes >> 20;
         format!(
-            "guest {:>2}: merged {:>5} MiB, zero {:>5}, private {:>5}, saved {:>5} | checked {} pages, {} stores, {} lost",
+            "{} {:>2}: merged {:>5} MiB, zero {:>5}, private {:>5}, saved {:>5} | checked {} pages, {} stores, {} lost",
+            if self.clone_of.is_some() {
+                "clone"
+            } else {
+                "guest"
+            },
             self.guest,
             mib(self.merged_bytes),
             mib(self.zero_bytes),
@@ -208,6 +219,12 @@ pub(crate) struct Report {
     pub(crate) ksmd_cpu_seconds: f64,
     /// What `--chaos` did.
     pub(crate) chaos: Option<ChaosTally>,
+    /// What `--hotplug` did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hotplug: Option<HotplugTally>,
+    /// What `--fork` did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) forks: Option<ForkTally>,
     /// What became of the pages looked at, by the engine's names.
     pub(crate) outcomes: std::collections::BTreeMap<&'static str, u64>,
     /// What was missing on this host.
@@ -277,7 +294,11 @@ impl Report {
                 guest.saved_bytes,
             ];
             let counts = [guest.pages_checked, guest.stores_checked, guest.lost_pages];
-            let cells = std::iter::once(guest.guest.to_string())
+            let name = match guest.clone_of {
+                Some(parent) => format!("{} (clone of {parent})", guest.guest),
+                None => guest.guest.to_string(),
+            };
+            let cells = std::iter::once(name)
                 .chain(bytes.map(|bytes| BinaryBytes(bytes).to_string()))
                 .chain(counts.map(|count| count.to_string()));
             table.add_row(cells.map(right));
@@ -329,12 +350,18 @@ impl Report {
             None => "not verified (--verify)",
         };
         let images = self.images.map_or(String::new(), |images| images.summary());
+        let hotplug = self
+            .hotplug
+            .map_or(String::new(), |tally| tally.line() + "\n");
+        let forks = self
+            .forks
+            .map_or(String::new(), |tally| tally.line() + "\n");
         let ksmd = match self.engine {
             "kernel" => format!(" ({:.1} of them ksmd's)", self.ksmd_cpu_seconds),
             _ => String::new(),
         };
         format!(
-            "{images}saved {} of {} that are equal ({} frames, {} pages beyond them, {} zero pages, {} VMAs), settled {settled}\n\
+            "{images}{hotplug}{forks}saved {} of {} that are equal ({} frames, {} pages beyond them, {} zero pages, {} VMAs), settled {settled}\n\
              {} pages scanned in {} passes, {} merges of rewritten pages, CPU {:.1} s{ksmd}, records {}\n\
              {} pages and {} stores checked, {} lost; {verified}",
             BinaryBytes(self.saved_bytes),

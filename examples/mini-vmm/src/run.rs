@@ -1,29 +1,33 @@
 //! A run: guests fill their memory, work, and are checked.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::ScopedJoinHandle;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use ksm_core::page::bytes_in;
 
 use crate::args::{Args, Engine};
 use crate::cast::{Cast, guest_pages, make_guests, pacing, register};
-use crate::chaos::{ChaosTally, disturb};
+use crate::content::PageSpec;
 use crate::dedup::Dedup;
-use crate::figures::{add_counters, check, guest_reports, measure};
+use crate::figures::{add_counters, check, family_reports, measure};
+use crate::forks::{Forks, raise};
 use crate::guest::{Guest, Work};
 use crate::host::Host;
+use crate::hotplug::{Board, Churn};
 use crate::image::Image;
 use crate::ksmd::Ksmd;
 use crate::lockstep::Lockstep;
 use crate::merger::Merger;
 use crate::phase::run_guests;
-use crate::plan::mergeable_pages;
+use crate::plan::{duplicate_pages, mergeable_pages};
 use crate::progress::Progress;
+use crate::ram::Ram;
 use crate::recorder::Recorder;
 use crate::report::{ImageReport, Report};
 use crate::savings::Savings;
+use crate::unrest::Unrest;
 use crate::usage::{Usage, cpu_time};
 
 /// How long guests have to come to an end together. It is not used up unless one
@@ -83,7 +87,12 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         (Engine::Ours, None) => None,
     };
     let work = Work {
-        lockstep: Lockstep::new(&args.recipe, cast.rewritten_pages(), cast.guests.len()),
+        lockstep: Lockstep::new(
+            &args.recipe,
+            cast.rewritten_pages(),
+            cast.guests.len(),
+            args.reshape.fork.into(),
+        ),
         // A page of an image is rewritten in one tick, and restored in the next.
         times: if images.is_empty() {
             u64::from(args.recipe.times)
@@ -97,6 +106,9 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
     recorder.begin_work(args, merger)?;
     let (mine, ksmd) = (cpu_time(), ksmd_cpu_time(merger)?);
     work_for_a_while(args, &mut cast, merger, &work, &mut recorder, &mut report)?;
+    if args.reshape.fork > 0 && images.is_empty() {
+        report.mergeable_bytes = bytes_in(mergeable_now(args, &cast, &work));
+    }
     report.ksmd_cpu_seconds = (ksmd_cpu_time(merger)? - ksmd).as_secs_f64();
     report.cpu_seconds = (cpu_time() - mine).as_secs_f64() + report.ksmd_cpu_seconds;
 
@@ -160,6 +172,34 @@ fn mergeable(args: &Args) -> u64 {
     }
 }
 
+/// What can be saved at most of what guests and their clones hold now. Zeros are holes
+/// in a clone from its birth on: there is nothing to be saved.
+fn mergeable_now(args: &Args, cast: &Cast, work: &Work) -> u64 {
+    let guests = usize::from(args.guests());
+    let held = |guest: &Guest| {
+        let mut pages = guest.expected(work);
+        pages.retain(|&spec| guest.index() < guests || spec != PageSpec::ZERO);
+        pages
+    };
+    let of = |family: usize| {
+        let all = cast.guests.iter();
+        let members = all.filter(|guest| !args.isolate || guest.index() % guests == family);
+        duplicate_pages(members.flat_map(held))
+    };
+    let families = if args.isolate { guests } else { 1 };
+    (0..families).map(of).sum()
+}
+
+/// The guests to which memory is added, if it is.
+fn boards(args: &Args, cast: &Cast) -> anyhow::Result<Vec<Board>> {
+    let guests = cast.guests.iter().filter(|_| args.reshape.hotplug > 0);
+    let board = |guest: &Guest| {
+        let machine = guest.machine().context("a guest without memory slots")?;
+        Ok(Board::new(guest.index(), guest.ram(), machine))
+    };
+    guests.map(board).collect()
+}
+
 /// Lets guests work, memory be merged and chaos reign until the time is up.
 fn work_for_a_while(
     args: &Args,
@@ -169,70 +209,127 @@ fn work_for_a_while(
     recorder: &mut Recorder,
     report: &mut Report,
 ) -> anyhow::Result<()> {
-    let start = Instant::now();
-    let end = Duration::from_secs(u64::from(args.seconds));
-    let mut progress = Progress::new(cast.guests.len(), args.seconds);
-    let mut savings = Savings::default();
     let scanner = merger.map(Merger::start).transpose()?.flatten();
-    let calm = AtomicBool::new(false);
-    let rams = cast.rams();
+    let dedup = merger.and_then(Merger::ours);
+    let (calm, boards) = (AtomicBool::new(false), boards(args, cast)?);
+    let churn = dedup.map(|dedup| Churn::new(args, dedup, &calm));
+    let (births, born) = mpsc::channel();
+    let clones = args.reshape.fork.into();
+    let forks = dedup.map(|dedup| Forks::new(dedup, cast.guests.len(), clones, births));
+    let mut watch = Watch {
+        args,
+        merger,
+        work,
+        guests: cast.family(cast.guests.len()),
+        line: || {
+            churn
+                .as_ref()
+                .filter(|_| !boards.is_empty())
+                .map(|churn| churn.line(&boards))
+        },
+        progress: Progress::new(lines(args), args.seconds),
+        savings: Savings::default(),
+        start: Instant::now(),
+    };
 
     let done = std::thread::scope(|scope| {
-        let mut chaos = merger
-            .and_then(Merger::ours)
-            .filter(|_| args.chaos)
-            .map(|dedup| {
-                let (targets, calm) = (&cast.targets, &calm);
-                scope.spawn(move || disturb(dedup, targets, args.seed, calm))
-            });
-        let mut chaos_tally = Ok(None);
+        let mut unrest = Unrest::none(&calm);
+        if let (Some(dedup), Some(churn)) = (dedup, &churn) {
+            unrest.add_chaos(scope, dedup, &cast.targets, args);
+            unrest.add_hotplug(scope, churn, &boards, args);
+        }
+        let nursery = scope.spawn(move || raise(&born, work));
         let worked = run_guests(
             &mut cast.guests,
             &cast.sides,
-            |guest| guest.work(work),
+            |guest| guest.work(work, forks.as_ref()),
             |ended| {
-                let failed = chaos.as_ref().is_some_and(ScopedJoinHandle::is_finished);
-                if start.elapsed() >= end || ended > 0 || failed {
-                    // Whoever disturbs may wait for a guest, so it goes first.
-                    calm.store(true, Ordering::Relaxed);
-                    if let Some(chaos) = chaos.take() {
-                        chaos_tally = joined(chaos).map(Some);
-                    }
-                    work.lockstep.close();
-                }
-                if start.elapsed() >= end + CLOSING_TIME || (ended > 0 && start.elapsed() < end) {
-                    work.stop.store(true, Ordering::Relaxed);
-                }
-                let stats = merger.map(Merger::stats).transpose()?;
-                let dedup = merger.and_then(Merger::ours);
-                let passes = dedup.map_or(u64::MAX, |dedup| dedup.stats().full_scans);
-                if args.image.is_empty() || passes >= PASSES_BEFORE_REWRITES {
-                    work.lockstep.open();
-                }
-                if let Some(stats) = &stats {
-                    savings.sample(start.elapsed(), stats.saved_bytes());
-                }
-                recorder.glance(merger)?;
-                if progress.is_due() {
-                    progress.show(&guest_reports(&rams, merger)?, stats.as_ref());
-                }
-                Ok(())
+                watch.mind_the_time(ended, &mut unrest, forks.as_ref());
+                watch.show(forks.as_ref())?;
+                recorder.glance(merger)
             },
         );
-        worked.and(chaos_tally)
+        unrest.end();
+        let forked = forks.as_ref().map(Forks::tally);
+        // Nobody is born any more.
+        drop(forks);
+        let clones = nursery.join();
+        let clones = clones.map_err(|_| anyhow!("the thread that raises clones panicked"));
+        let tallies = unrest.tallies();
+        worked?;
+        anyhow::Ok((tallies?, forked, clones??))
     });
-    progress.finish();
+    watch.progress.finish();
     if let Some(scanner) = scanner {
         Dedup::stop_scanner(scanner)?;
     }
-    report.chaos = done?;
-    report.seconds_to_settle = savings.seconds_to_settle();
+    report.seconds_to_settle = watch.savings.seconds_to_settle();
+    let (tallies, forked, clones) = done?;
+    (report.chaos, report.hotplug) = tallies;
+    report.forks = forked.filter(|_| args.reshape.fork > 0);
+    cast.take_in(clones);
     Ok(())
 }
 
-fn joined(chaos: ScopedJoinHandle<'_, anyhow::Result<ChaosTally>>) -> anyhow::Result<ChaosTally> {
-    let tally = chaos.join();
-    tally
-        .map_err(|_| anyhow::anyhow!("the disturbing thread panicked"))?
-        .context("a disturbance failed")
+/// Lines of progress: guests, clones, memory that was added.
+fn lines(args: &Args) -> usize {
+    usize::from(args.guests())
+        + usize::from(args.reshape.fork)
+        + usize::from(args.reshape.hotplug > 0)
+}
+
+/// What is looked at now and then while guests work.
+struct Watch<'a, L> {
+    args: &'a Args,
+    merger: Option<&'a Merger>,
+    work: &'a Work,
+    /// Guests that were there from the beginning.
+    guests: Vec<(usize, Option<usize>, Ram)>,
+    /// What there is to be said of added memory.
+    line: L,
+    progress: Progress,
+    savings: Savings,
+    start: Instant,
+}
+
+impl<L: Fn() -> Option<String>> Watch<'_, L> {
+    /// Begins and ends what is to begin or end now. So many guests have `ended`.
+    fn mind_the_time(&self, ended: usize, unrest: &mut Unrest<'_>, forks: Option<&Forks<'_>>) {
+        let end = Duration::from_secs(u64::from(self.args.seconds));
+        let now = self.start.elapsed();
+        let is_over = now >= end || ended > 0 || unrest.has_ended_in_part();
+        // Whoever disturbs may wait for a guest, so it goes first.
+        if is_over && unrest.end() {
+            self.work.lockstep.close();
+        }
+        if let Some(forks) = forks.filter(|_| now >= end / 4) {
+            forks.begin();
+        }
+        if (now >= end + CLOSING_TIME && unrest.is_over()) || (ended > 0 && now < end) {
+            self.work.stop.store(true, Ordering::Relaxed);
+        }
+        let dedup = self.merger.and_then(Merger::ours);
+        let passes = dedup.map_or(u64::MAX, |dedup| dedup.stats().full_scans);
+        if self.args.image.is_empty() || passes >= PASSES_BEFORE_REWRITES {
+            self.work.lockstep.open();
+        }
+    }
+
+    /// Shows how things stand, if it is time.
+    fn show(&mut self, forks: Option<&Forks<'_>>) -> anyhow::Result<()> {
+        let stats = self.merger.map(Merger::stats).transpose()?;
+        if let Some(stats) = &stats {
+            self.savings
+                .sample(self.start.elapsed(), stats.saved_bytes());
+        }
+        if !self.progress.is_due() {
+            return Ok(());
+        }
+        let clones = forks.map(Forks::born).unwrap_or_default().into_iter();
+        let clones = clones.map(|(number, clone)| (number, Some(clone.parent), clone.ram));
+        let all: Vec<_> = self.guests.iter().cloned().chain(clones).collect();
+        let reports = family_reports(&all, self.merger)?;
+        self.progress.show(&reports, (self.line)(), stats.as_ref());
+        Ok(())
+    }
 }

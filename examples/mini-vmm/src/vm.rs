@@ -1,8 +1,8 @@
-//! [`KvmCpu`]: a guest under KVM with one vCPU, in 64-bit mode from its first
-//! instruction.
+//! [`KvmCpu`]: a vCPU under KVM, in 64-bit mode from its first instruction.
+
+use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use ksm_core::page::bytes_in;
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs};
 use kvm_ioctls::{Kvm, VcpuExit};
 use vm_memory::{Bytes, GuestAddress};
@@ -10,11 +10,13 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::cpu::Cpu;
 use crate::kvm_slots::{SlottedVcpu, SlottedVm};
 use crate::layout::{
-    CODE, CODE_BYTES, Command, PAGE_TABLES, REPORT_PORT, WORK_BASE, lockstep_list,
+    CODE, CODE_BYTES, Command, DESCRIPTORS, MAILBOX, MAX_ADDRESS, PAGE_TABLES, REPORT_PORT,
+    WORK_BASE, lockstep_list,
 };
 use crate::long_mode::{self, Selectors};
 use crate::payload;
 use crate::ram::Ram;
+use crate::vcpu_state::VcpuState;
 
 /// In ring 3. Nothing is ever loaded from them, so there is no descriptor table.
 const SELECTORS: Selectors = Selectors {
@@ -24,7 +26,7 @@ const SELECTORS: Selectors = Selectors {
 /// I/O privilege level 3, and the bit that is always set.
 const RFLAGS: u64 = 0x3002;
 
-/// A guest's vCPU.
+/// A vCPU, and the memory in which it is told what to do.
 #[derive(Debug)]
 pub(crate) struct KvmCpu {
     vcpu: SlottedVcpu,
@@ -32,27 +34,56 @@ pub(crate) struct KvmCpu {
 }
 
 impl KvmCpu {
-    /// Makes a machine on `ram`, and runs it up to its first report.
-    pub(crate) fn new(kvm: &Kvm, ram: Ram) -> anyhow::Result<Self> {
+    /// Makes a machine on `ram`, whose page tables reach `end`, and runs it up to its
+    /// first report.
+    pub(crate) fn new(kvm: &Kvm, ram: Ram, end: u64) -> anyhow::Result<Self> {
         let code = payload::assemble().context("cannot assemble the payload")?;
         if code.len() as u64 > CODE_BYTES {
             bail!("the payload's {} bytes do not fit", code.len());
         }
+        if end > MAX_ADDRESS {
+            bail!("memory up to {end:#x} is more than the page tables can map");
+        }
         ram.all.write_slice(&code, GuestAddress(CODE))?;
-        let end = WORK_BASE + bytes_in(ram.pages());
         long_mode::map_one_to_one(&ram.all, PAGE_TABLES, end)?;
-
         let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
-        let vm = SlottedVm::new(vm, ram.all.clone()).context("KVM_SET_USER_MEMORY_REGION")?;
-        let vcpu = vm.vcpu(0).context("KVM_CREATE_VCPU")?;
-        let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
-        vcpu.state().set_cpuid2(&cpuid)?;
+        let vm = SlottedVm::new(vm, &ram.all).context("KVM_SET_USER_MEMORY_REGION")?;
+        let list = lockstep_list(ram.pages());
+        Self::start(kvm, vm, 0, ram, Place { base: 0, list })
+    }
+
+    /// Adds a vCPU to a running machine, and runs it up to its first report: it works
+    /// at the window at `base`, which is to have `pages` pages, and hears of commands
+    /// in the mailbox of `ram`.
+    pub(crate) fn add_to(
+        machine: Arc<SlottedVm>,
+        number: u64,
+        ram: Ram,
+        base: u64,
+        pages: u64,
+    ) -> anyhow::Result<Self> {
+        let kvm = Kvm::new().context("/dev/kvm")?;
+        let list = base + lockstep_list(pages);
+        Self::start(&kvm, machine, number, ram, Place { base, list })
+    }
+
+    fn start(
+        kvm: &Kvm,
+        machine: Arc<SlottedVm>,
+        number: u64,
+        ram: Ram,
+        place: Place,
+    ) -> anyhow::Result<Self> {
+        let vcpu = new_vcpu(kvm, machine, number)?;
         let mut sregs = vcpu.state().get_sregs()?;
         long_mode::enter(&mut sregs, SELECTORS, PAGE_TABLES);
         vcpu.state().set_sregs(&sregs).context("KVM_SET_SREGS")?;
         vcpu.state().set_regs(&kvm_regs {
             rip: CODE,
-            r13: lockstep_list(ram.pages()),
+            rbx: place.base + MAILBOX,
+            r15: place.base + DESCRIPTORS,
+            r14: place.base + WORK_BASE,
+            r13: place.list,
             rflags: RFLAGS,
             ..kvm_regs::default()
         })?;
@@ -76,7 +107,35 @@ impl KvmCpu {
     }
 }
 
+/// What a vCPU works at.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    base: u64,
+    /// Address of the lockstep list.
+    list: u64,
+}
+
+fn new_vcpu(kvm: &Kvm, machine: Arc<SlottedVm>, number: u64) -> anyhow::Result<SlottedVcpu> {
+    let vcpu = machine.vcpu(number).context("KVM_CREATE_VCPU")?;
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
+    vcpu.state().set_cpuid2(&cpuid)?;
+    Ok(vcpu)
+}
+
 impl Cpu for KvmCpu {
+    fn fork(&mut self, ram: Ram) -> anyhow::Result<Box<dyn Cpu>> {
+        let kvm = Kvm::new().context("/dev/kvm")?;
+        let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
+        let vm = SlottedVm::new(vm, &ram.all).context("KVM_SET_USER_MEMORY_REGION")?;
+        let vcpu = new_vcpu(&kvm, vm, 0)?;
+        VcpuState::of(&mut self.vcpu)?.give_to(&vcpu)?;
+        Ok(Box::new(Self { vcpu, ram }))
+    }
+
+    fn machine(&self) -> Option<Arc<SlottedVm>> {
+        Some(Arc::clone(self.vcpu.machine()))
+    }
+
     fn run(&mut self, command: Command) -> anyhow::Result<()> {
         self.ram.post(command)?;
         self.run_to_report()
@@ -85,13 +144,15 @@ impl Cpu for KvmCpu {
 
 #[cfg(test)]
 mod tests {
-    use ksm_core::page::PAGE_SIZE_U64;
+    use ksm_core::page::{PAGE_SIZE_U64, bytes_in};
+    use ksm_vmm_glue::Slots as _;
+    use vm_memory::GuestRegionMmap;
 
     use super::*;
     use crate::args::MemoryKind;
     use crate::content::PageSpec;
     use crate::host_cpu::HostCpu;
-    use crate::layout::mail;
+    use crate::layout::{Windows, control_bytes, mail};
     use crate::plan::Plan;
     use crate::ram::page_address;
     use crate::verify::wrong_pages;
@@ -113,7 +174,8 @@ mod tests {
     fn kvm_cpu(ram: &Ram) -> KvmCpu {
         let kvm =
             Kvm::new().expect("this test runs a guest: it needs /dev/kvm, readable and writable");
-        KvmCpu::new(&kvm, ram.clone()).unwrap()
+        let end = Windows::default().end(ram.pages());
+        KvmCpu::new(&kvm, ram.clone(), end).unwrap()
     }
 
     /// What the guest writes and counts is what the VMM expects of it.
@@ -207,7 +269,8 @@ mod tests {
         assert_eq!(page, [0; ksm_core::PAGE_SIZE]);
     }
 
-    const SCENARIOS: [fn(&Ram, &mut dyn Cpu); 4] = [
+    const SCENARIOS: [fn(&Ram, &mut dyn Cpu); 5] = [
+        is_cloned,
         fills_rewrites_and_checks,
         finds_damage,
         finds_lost_stores,
@@ -220,6 +283,69 @@ mod tests {
             let ram = ram(&plan());
             scenario(&ram, &mut kvm_cpu(&ram));
         }
+    }
+
+    /// The clone goes on where its parent stood, and neither sees the other's stores.
+    fn is_cloned(ram: &Ram, cpu: &mut dyn Cpu) {
+        let (first, end, times) = (0, PAGES, 2);
+        cpu.run(Command::Fill { first, end }).unwrap();
+        let list = plan().lockstep.len() as u64;
+        let rewrite = Command::Rewrite {
+            first: 0,
+            end: list,
+            times,
+        };
+        cpu.run(rewrite).unwrap();
+        let clone = ram.clone_control().unwrap();
+        let mut page = [0; ksm_core::PAGE_SIZE];
+        for at in 0..PAGES {
+            ram.read_page(at, &mut page).unwrap();
+            clone.all.write_slice(&page, page_address(at)).unwrap();
+        }
+        let mut cpu_of_clone = cpu.fork(clone.clone()).unwrap();
+        cpu_of_clone.run(rewrite).unwrap();
+        for (ram, cpu) in [(ram, cpu), (&clone, cpu_of_clone.as_mut())] {
+            cpu.run(Command::Check { first, end }).unwrap();
+            assert_eq!(ram.mail(mail::PAGES_CHECKED).unwrap(), PAGES);
+            assert_eq!(ram.mail(mail::STORES_CHECKED).unwrap(), list * times * 8);
+            assert_eq!(ram.mail(mail::LOST_PAGES).unwrap(), 0);
+        }
+        let at = plan().lockstep[3];
+        let counter = |ram: &Ram| -> u64 { ram.all.read_obj(page_address(at)).unwrap() };
+        assert_eq!((counter(ram), counter(&clone)), (times, 2 * times));
+    }
+
+    /// A vCPU that is added works at memory that is added, and the first goes on.
+    #[test]
+    fn a_vcpu_is_added_with_memory() {
+        let plan = plan();
+        let ram = ram(&plan);
+        let windows = Windows {
+            count: 2,
+            pages: PAGES,
+        };
+        let kvm = Kvm::new().expect("this test runs a guest");
+        let mut first = KvmCpu::new(&kvm, ram.clone(), windows.end(PAGES)).unwrap();
+        for number in 0..windows.count {
+            let base = windows.base(PAGES, number);
+            let [control, work] =
+                [(0, control_bytes(PAGES)), (WORK_BASE, bytes_in(PAGES))].map(|(at, bytes)| {
+                    let bytes = usize::try_from(bytes).unwrap();
+                    let region = GuestRegionMmap::from_range(GuestAddress(base + at), bytes, None);
+                    let region = Arc::new(region.unwrap());
+                    first.vcpu.machine().set(&region).unwrap();
+                    region
+                });
+            let window = Ram::window(base, control, Some(Arc::clone(&work))).unwrap();
+            window.write_plan(&plan).unwrap();
+            let machine = Arc::clone(first.vcpu.machine());
+            let mut added =
+                KvmCpu::add_to(machine, 1 + number, window.clone(), base, PAGES).unwrap();
+            fills_rewrites_and_checks(&window, &mut added);
+            first.vcpu.machine().remove(&work).unwrap();
+            assert!(first.vcpu.machine().remove(&work).is_err());
+        }
+        fills_rewrites_and_checks(&ram, &mut first);
     }
 
     #[test]

@@ -104,6 +104,41 @@ fn disturbed_guests_lose_nothing() {
     assert!(number(&report, "rewritten_merges") > 0, "{report}");
 }
 
+/// Whatever the lock policy: all that is equal is merged in the end, clones included.
+#[test]
+fn memory_vcpus_and_guests_come_and_go_and_nothing_is_lost() {
+    for policy in ["per-region", "global", "try-skip"] {
+        let report = report(&format!(
+            "--guests 2 --mem 16M --seconds 5 --recipe default,rest=300 --hotplug 3 --hotplug-mem 4M --fork 3 --lock-policy {policy}"
+        ));
+        assert_eq!(report["mode"], "kvm", "this test needs /dev/kvm");
+        saves_what_is_equal(&report);
+        let hotplug = &report["hotplug"];
+        assert_eq!(number(hotplug, "vcpus_added"), 3, "{report}");
+        assert!(number(hotplug, "withdrawals") > 3, "{report}");
+        assert_eq!(number(hotplug, "additions"), number(hotplug, "withdrawals"));
+        assert!(number(hotplug, "stores_checked") > 0, "{report}");
+        assert_eq!(number(&report["forks"], "clones"), 3, "{report}");
+        let guests = report["by_guest"].as_array().unwrap();
+        let parents: Vec<_> = guests
+            .iter()
+            .map(|guest| guest["clone_of"].as_u64())
+            .collect();
+        assert_eq!(parents, [None, None, Some(0), Some(1), Some(0)]);
+        for guest in guests {
+            assert!(number(guest, "stores_checked") > 0, "{report}");
+        }
+    }
+}
+
+#[test]
+fn host_threads_are_cloned_too() {
+    let report =
+        report("--host-threads --guests 2 --mem 8M --seconds 4 --fork 2 --recipe default,rest=300");
+    saves_what_is_equal(&report);
+    assert_eq!(number(&report["forks"], "clones"), 2, "{report}");
+}
+
 #[test]
 fn guests_that_do_not_trust_one_another_share_nothing() {
     let report = report("--isolate --guests 2 --mem 4M --seconds 2 --recipe common=50,zero=50");

@@ -74,7 +74,7 @@ impl<B: Backend> Ksm<B> {
 
     /// Moves a region to `source`, memory as long that nobody uses yet and that
     /// holds no page: as the host address of guest memory changes. Merged pages
-    /// stay merged, at the same linear indexes; others are copied. The old memory
+    /// stay merged; others are copied. The old memory
     /// is nobody's then, and empty unless the host refused to drop it; its pin
     /// guards are to have ended.
     ///

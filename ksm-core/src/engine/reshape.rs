@@ -8,9 +8,9 @@ use crate::region::{Region, RegionId};
 use crate::trace;
 
 impl<B: Backend> Ksm<B> {
-    /// Cuts a region in two, the second beginning with `page`: two regions with
-    /// leases of their own take its place, merged pages and pin guards as they
-    /// are. What was counted of it is counted among what is gone.
+    /// Cuts a region in two, the second beginning with `page`, which is page 0
+    /// there: two regions with leases of their own take its place, merged pages and
+    /// pin guards as they are. What was counted of it is counted among what is gone.
     ///
     /// Waits for what is under way in the region: at most one window or run.
     ///

@@ -83,7 +83,8 @@ pub struct Tally {
 ///
 /// Each scan is one call of [`Ksm::scan`], so it is told to stop between two of
 /// them. The watching thread sleeps until the scanner has ended, in whatever
-/// way.
+/// way. Dropping this stops both, as [`ScannerThread::stop`] does: what is merged
+/// stays merged.
 #[derive(Debug)]
 pub struct ScannerThread {
     shared: Arc<Shared>,

@@ -42,7 +42,7 @@ impl LinuxGuest {
         let entry = boot::load(&memory, options)?;
         let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
         let interrupt = wire(&vm)?;
-        let vm = SlottedVm::new(vm, memory.clone()).context("KVM_SET_USER_MEMORY_REGION")?;
+        let vm = SlottedVm::new(vm, &memory).context("KVM_SET_USER_MEMORY_REGION")?;
         let supported = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .context("KVM_GET_SUPPORTED_CPUID")?;

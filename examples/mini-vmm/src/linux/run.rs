@@ -158,7 +158,7 @@ fn merger(args: &Args, host: Host, stage: &Stage) -> anyhow::Result<Option<Merge
         (Engine::Kernel, _) => Some(Merger::Kernel(Ksmd::new(memories, pacing)?)),
         (Engine::Ours, Some(backend)) => {
             let config = config(args);
-            let dedup = Dedup::new(backend, config, pacing, args.isolate, &memories)?;
+            let dedup = Dedup::new(backend, config, pacing, args.isolate, &memories, 0)?;
             Some(Merger::Ours(dedup))
         }
         (Engine::Ours, None) => None,
