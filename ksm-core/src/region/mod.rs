@@ -11,6 +11,7 @@
 
 mod anon_vma;
 mod flight;
+mod guard;
 mod ids;
 mod interval;
 mod lease;
@@ -20,6 +21,7 @@ mod place;
 
 pub(crate) use anon_vma::{AnonVma, AnonVmaId, AnonVmas, WalkCost};
 pub(crate) use flight::{Change, Flight, Pending};
+pub(crate) use guard::RegionGuard;
 pub use ids::{DomainId, RegionId, SpaceId};
 #[cfg(feature = "internals")]
 pub(crate) use interval::IntervalTree;
@@ -338,90 +340,6 @@ impl<B: Backend> Region<B> {
             lease_waits: lease.waits,
             lease_refusals: lease.refusals,
             outcomes: tally.outcomes,
-        }
-    }
-}
-
-/// The lease of a region: the right to change its pages.
-#[derive(Debug)]
-pub(crate) struct RegionGuard<'a, B: Backend> {
-    region: &'a Region<B>,
-    lease: LeaseGuard<'a, Flight>,
-    /// The lock of the whole layout, where there is one: given up last.
-    layout: Option<LeaseGuard<'a, ()>>,
-}
-
-impl<'a, B: Backend> RegionGuard<'a, B> {
-    /// The same, with the lock of the whole layout, taken before.
-    pub(crate) fn under(mut self, layout: LeaseGuard<'a, ()>) -> Self {
-        self.layout = Some(layout);
-        self
-    }
-
-    pub(crate) fn region(&self) -> &'a Region<B> {
-        self.region
-    }
-
-    /// The region is gone when the lease is given up: whoever waits for it, or
-    /// comes to take it, is told so.
-    pub(crate) fn leave(self) {
-        self.region.gone.store(true, Ordering::Release);
-    }
-
-    /// The memory whose pages this guard may change.
-    pub(crate) fn memory(&self) -> &B::Memory {
-        &self.region.memory
-    }
-
-    /// A merged page was written to, or given a copy: it maps its frame no
-    /// longer, though its mapping still names it.
-    pub(crate) fn note_copied(&self, page: PageIndex) {
-        self.note_all_copied([page]);
-    }
-
-    /// The same, for many pages at once; those that are not merged are left
-    /// alone.
-    pub(crate) fn note_all_copied(&self, copied: impl IntoIterator<Item = PageIndex>) {
-        let mut pages = self.region.pages();
-        let mut unshared = Vec::new();
-        for page in copied {
-            let mut record = pages.get(page);
-            let Class::Merged(item) = record.class else {
-                continue;
-            };
-            record.class = Class::Volatile;
-            record.fingerprint = None;
-            record.age = 0;
-            pages.set(page, record);
-            unshared.extend(record.frame.map(|frame| (frame, item)));
-        }
-        drop(pages);
-        self.region.domain.unshare_all(&unshared);
-    }
-
-    /// The same, for a page found copied that nobody but the guest can have
-    /// copied.
-    pub(crate) fn note_cow_break(&self, page: PageIndex) {
-        self.note_copied(page);
-        self.region.tally().cow_breaks += 1;
-    }
-
-    /// The mappings of `range` were replaced by the region's own memory.
-    pub(crate) fn note_own(&self, range: PageRange) {
-        let runs = self.region.pages().frame_runs(range);
-        for page in runs.into_iter().flat_map(PageRange::iter) {
-            let old = self.region.pages().get(page);
-            self.region.pages().update(page, |record| {
-                record.frame = None;
-                if matches!(record.class, Class::Merged(_)) {
-                    record.class = Class::Volatile;
-                }
-            });
-            let Some(frame) = old.frame else { continue };
-            if let Class::Merged(item) = old.class {
-                self.region.domain.unshare(frame, item);
-            }
-            self.region.domain.unname(frame);
         }
     }
 }
