@@ -8,7 +8,8 @@ use ksm_core::backend::Backend;
 use ksm_core::{DomainId, Ksm, RegionOptions};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection};
 
-use crate::guest::{GuestError, GuestKsm, Mapped, arcs, extent};
+use crate::guest::{GuestError, GuestKsm, Mapped};
+use crate::regions::{arcs, extent};
 
 impl<B: Backend> GuestKsm<B> {
     /// Makes a guest that reads the same as this one, in `memory`: regions at the
@@ -33,7 +34,11 @@ impl<B: Backend> GuestKsm<B> {
     where
         R: GuestMemoryRegion,
     {
-        let wanted: BTreeSet<_> = memory.iter().map(extent).collect();
+        let place = |region| {
+            let (start, pages, _) = extent(region);
+            (start, pages)
+        };
+        let wanted: BTreeSet<_> = memory.iter().map(place).collect();
         let mut ours = self.mapped.iter().map(|m| (m.start, m.pages));
         match ours.find(|mine| !wanted.contains(mine)) {
             Some((start, _)) => Err(GuestError::NotLikeParent(start.0)),
@@ -59,12 +64,17 @@ impl<B: Backend> GuestKsm<B> {
         let domain = self.ksm.space_domain(self.space)?;
         let mut clone = Self::empty(&self.ksm, domain, self.options)?;
         for (parent, region) in regions {
+            let (_, _, host) = extent(region.as_ref());
             let source = source(region);
             let forked = self
                 .ksm
                 .fork_region(parent.region, clone.space, source, self.options);
             match forked {
-                Ok(region) => clone.mapped.push(Mapped { region, ..parent }),
+                Ok(region) => clone.mapped.push(Mapped {
+                    region,
+                    host,
+                    ..parent
+                }),
                 Err(error) => {
                     // What could not be dropped is unregistered with the rest.
                     let _ = clone.retire();
@@ -81,7 +91,7 @@ impl<B: Backend> GuestKsm<B> {
         memory: &GuestRegionCollection<R>,
     ) -> Result<Vec<(Mapped, Arc<R>)>, GuestError> {
         let counterpart = |region: Arc<R>| {
-            let (start, pages) = extent(region.as_ref());
+            let (start, pages, _) = extent(region.as_ref());
             let mut ours = self.mapped.iter();
             let parent = ours.find(|m| (m.start, m.pages) == (start, pages));
             let parent = parent.ok_or(GuestError::NotLikeParent(start.0))?;
@@ -110,13 +120,14 @@ impl<B: Backend> GuestKsm<B> {
     {
         let mut guest = Self::empty(ksm, domain, options)?;
         for region in arcs(memory)? {
-            let (start, pages) = extent(region.as_ref());
+            let (start, pages, host) = extent(region.as_ref());
             // Dropped if this fails, the guest unregisters what it has.
             let region = ksm.take_over(guest.space, source(region), options)?;
             guest.mapped.push(Mapped {
                 start,
                 pages,
                 region,
+                host,
             });
         }
         Ok(guest)

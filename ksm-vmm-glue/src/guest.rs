@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use ksm_core::backend::Backend;
-use ksm_core::page::{PAGE_SIZE_U64, bytes_in, is_page_aligned, pages_in};
+use ksm_core::page::{PAGE_SIZE_U64, bytes_in, pages_in};
 use ksm_core::{
     DomainId, Explanation, Ksm, MemoryStats, PageIndex, PageRange, PinGuard, RegionId,
     RegionOptions, SpaceId, Target,
@@ -14,6 +14,7 @@ use vm_memory::{
     Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection,
 };
 
+use crate::regions::{arcs, extent, whole_pages};
 use crate::trace;
 
 /// Why a call on a guest failed.
@@ -54,6 +55,9 @@ pub struct Mapped {
     pub pages: u64,
     /// Its name in the engine.
     pub region: RegionId,
+    /// Where it is in this process: other memory at the same guest address is
+    /// another region.
+    pub(crate) host: Option<usize>,
 }
 
 impl Mapped {
@@ -122,8 +126,9 @@ impl<B: Backend> GuestKsm<B> {
     }
 
     /// Brings the registration in line with `memory`: unregisters regions that
-    /// are gone, registers those that are new. A region is the same if start
-    /// and length are.
+    /// are gone, registers those that are new. A region is the same if start,
+    /// length and host address are. What the engine split or moved by itself
+    /// ([`Ksm::split`]) is no region that this knows of.
     ///
     /// # Errors
     /// As [`GuestKsm::register_with`] and [`GuestKsm::unregister`], at the first
@@ -137,31 +142,32 @@ impl<B: Backend> GuestKsm<B> {
         R: GuestMemoryRegion,
     {
         let wanted: BTreeSet<_> = memory.iter().map(extent).collect();
-        let registered: BTreeSet<_> = self.mapped.iter().map(|m| (m.start, m.pages)).collect();
-        for (start, pages) in registered.difference(&wanted) {
+        let registered = self.mapped.iter().map(|m| (m.start, m.pages, m.host));
+        let registered: BTreeSet<_> = registered.collect();
+        for (start, pages, _) in registered.difference(&wanted) {
             self.remove(*start, bytes_in(*pages))?;
         }
         for region in arcs(memory)? {
-            let (start, bytes) = (region.start_addr(), region.len());
             if !registered.contains(&extent(region.as_ref())) {
-                self.add(start, bytes, || source(region))?;
+                self.add(region.as_ref(), || source(Arc::clone(&region)))?;
             }
         }
         Ok(())
     }
 
     /// Registers one more region.
-    pub(crate) fn add(
+    pub(crate) fn add<R: GuestMemoryRegion>(
         &mut self,
-        start: GuestAddress,
-        bytes: u64,
+        region: &R,
         source: impl FnOnce() -> B::Source,
     ) -> Result<Mapped, GuestError> {
-        whole_pages(start, bytes)?;
+        let (start, pages, host) = extent(region);
+        whole_pages(start, region.len())?;
         let mapped = Mapped {
             start,
-            pages: pages_in(bytes),
+            pages,
             region: self.ksm.register(self.space, source(), self.options)?,
+            host,
         };
         let at = self.mapped.partition_point(|m| m.start < start);
         self.mapped.insert(at, mapped);
@@ -320,20 +326,24 @@ impl<B: Backend> GuestKsm<B> {
     /// # Errors
     /// As [`GuestKsm::unregister`].
     pub fn retire(self) -> Result<(), Box<StillRegistered<B>>> {
-        for mapped in &self.mapped {
-            let pages = PageRange::new(PageIndex(0), mapped.pages);
-            if let Err(error) = self.ksm.discard(mapped.region, pages) {
-                let error = error.into();
-                return Err(Box::new(StillRegistered { guest: self, error }));
-            }
+        match self.ksm.drop_space(self.space) {
+            // Nothing is left to be unregistered.
+            Ok(()) => self.unregister(),
+            Err(error) => Err(Box::new(StillRegistered {
+                guest: self,
+                error: error.into(),
+            })),
         }
-        self.unregister()
     }
 
     fn unregister_all(&mut self) -> Result<(), GuestError> {
         while let Some(mapped) = self.mapped.last() {
-            self.ksm.unregister(mapped.region)?;
-            self.mapped.pop();
+            match self.ksm.unregister(mapped.region) {
+                // The engine's split or move made others of it: they go with the
+                // space.
+                Ok(()) | Err(ksm_core::Error::NoRegion(_)) => self.mapped.pop(),
+                Err(error) => return Err(error.into()),
+            };
         }
         match self.ksm.remove_space(self.space) {
             Ok(()) => {
@@ -365,34 +375,4 @@ pub struct StillRegistered<B: Backend> {
     /// Why.
     #[source]
     pub error: GuestError,
-}
-
-/// The regions of `memory`, by address.
-pub(crate) fn arcs<R: GuestMemoryRegion>(
-    memory: &GuestRegionCollection<R>,
-) -> Result<Vec<Arc<R>>, GuestError> {
-    let of = |region: &R| {
-        let (start, bytes) = (region.start_addr(), region.len());
-        // The only way to a region's `Arc`: a copy of the list without it.
-        let found = memory.remove_region(start, bytes);
-        found
-            .map(|(_, region)| region)
-            .map_err(|_| GuestError::Unmapped(start.0))
-    };
-    memory.iter().map(of).collect()
-}
-
-/// A region's start and length in pages.
-pub(crate) fn extent<R: GuestMemoryRegion>(region: &R) -> (GuestAddress, u64) {
-    (region.start_addr(), pages_in(region.len()))
-}
-
-fn whole_pages(start: GuestAddress, bytes: u64) -> Result<(), GuestError> {
-    if is_page_aligned(start.0) && is_page_aligned(bytes) {
-        return Ok(());
-    }
-    Err(GuestError::NotWholePages {
-        address: start.0,
-        bytes,
-    })
 }

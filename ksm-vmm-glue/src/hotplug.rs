@@ -150,7 +150,7 @@ where
         let grown = self.map.memory().insert_region(Arc::clone(&region))?;
         let (start, bytes) = (region.start_addr(), region.len());
         let source = || (self.source)(Arc::clone(&region));
-        let mapped = guest.add(start, bytes, source)?;
+        let mapped = guest.add(region.as_ref(), source)?;
         if let Err(refused) = self.slots.set(&region) {
             return Err(after_undo(refused, guest.remove(start, bytes)));
         }
@@ -184,7 +184,7 @@ where
         }
         guest.remove(start, bytes)?;
         if let Err(refused) = self.slots.remove(&region) {
-            let again = guest.add(start, bytes, || (self.source)(region));
+            let again = guest.add(region.as_ref(), || (self.source)(Arc::clone(&region)));
             return Err(after_undo(refused, again.map(drop)));
         }
         turn.replace(rest);

@@ -72,6 +72,7 @@ mod hotplug;
 mod linux;
 #[cfg(feature = "prometheus")]
 pub mod prometheus;
+mod regions;
 mod scanner;
 mod trace;
 

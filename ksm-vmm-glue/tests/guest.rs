@@ -222,3 +222,44 @@ fn a_region_of_half_pages_is_refused_and_none_is_left_behind() {
     bench.scan_passes(2);
     assert_eq!(bench.ksm.stats().pages_scanned, 0);
 }
+
+/// Other memory at the same guest address is another region: were it taken for the
+/// old one, a discard would drop that.
+#[test]
+fn memory_that_takes_the_place_of_other_memory_is_registered() {
+    let mut bench = Bench::new();
+    let memory = GuestMemoryMmap::from_ranges(&RANGES).unwrap();
+    let mut guest = bench.register(&memory).unwrap();
+    let before = guest.mapped().to_vec();
+    let fresh = GuestMemoryMmap::from_ranges(&RANGES).unwrap();
+    guest.sync_with(&fresh, bench.source()).unwrap();
+    let after = guest.mapped();
+    assert_eq!(after.len(), before.len());
+    assert!(
+        after
+            .iter()
+            .zip(&before)
+            .all(|(after, before)| after.region != before.region)
+    );
+    guest.sync_with(&fresh, bench.source()).unwrap();
+    guest.unregister().unwrap();
+}
+
+/// What the engine split by itself goes with the guest all the same.
+#[test]
+fn a_guest_whose_region_was_split_can_be_unregistered() {
+    let mut bench = Bench::new();
+    let memory = GuestMemoryMmap::from_ranges(&RANGES).unwrap();
+    for retire in [false, true] {
+        let guest = bench.register(&memory).unwrap();
+        let (space, region) = (guest.space(), guest.mapped()[1].region);
+        bench.ksm.split(region, PageIndex(3)).unwrap();
+        if retire {
+            guest.retire().unwrap();
+        } else {
+            guest.unregister().unwrap();
+        }
+        assert!(bench.ksm.regions_of(space).is_err());
+    }
+    bench.ksm.remove_domain(bench.domain).unwrap();
+}
