@@ -5,7 +5,7 @@
 
 use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, pattern};
@@ -96,15 +96,25 @@ impl Subscriber for Collector {
     }
 }
 
+/// One test at a time: a place in the code that is first reached while another
+/// thread comes to listen can be taken for one that nobody listens to.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// An engine on a simulated host, what happens there, and who is told.
-fn stage() -> (SimBackend, Ksm<SimBackend>, Collector) {
+fn stage() -> (
+    MutexGuard<'static, ()>,
+    SimBackend,
+    Ksm<SimBackend>,
+    Collector,
+) {
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let sim = SimBackend::new(SimConfig::default());
     let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
     let collector = Collector {
         seen: Arc::default(),
         sim: sim.clone(),
     };
-    (sim, ksm, collector)
+    (alone, sim, ksm, collector)
 }
 
 fn pass(ksm: &Ksm<SimBackend>) {
@@ -124,7 +134,7 @@ fn one(seen: &[Seen], words: &str) -> Seen {
 
 #[test]
 fn a_life_is_told_and_nothing_of_single_pages() {
-    let (sim, ksm, collector) = stage();
+    let (_alone, sim, ksm, collector) = stage();
     with_default(collector.clone(), || {
         let domain = ksm.create_domain().unwrap();
         let space = ksm.create_space(domain).unwrap();
@@ -191,7 +201,7 @@ fn a_life_is_told_and_nothing_of_single_pages() {
 
 #[test]
 fn refused_merges_are_counted_in_one_event() {
-    let (sim, ksm, collector) = stage();
+    let (_alone, sim, ksm, collector) = stage();
     with_default(collector.clone(), || {
         let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
         let guest = sim.guest(PAGES);
@@ -217,7 +227,7 @@ fn refused_merges_are_counted_in_one_event() {
 
 #[test]
 fn what_the_embedder_must_act_on_is_a_warning() {
-    let (sim, ksm, collector) = stage();
+    let (_alone, sim, ksm, collector) = stage();
     let ksm = Arc::new(ksm);
     let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
     let guest = sim.guest(PAGES);
@@ -286,7 +296,7 @@ fn a_subscriber_may_panic() {
         fn enter(&self, _: &Id) {}
         fn exit(&self, _: &Id) {}
     }
-    let (sim, ksm, collector) = stage();
+    let (_alone, sim, ksm, collector) = stage();
     let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
     let guest = sim.guest(PAGES);
     guest.write(PageIndex(0), &pattern(7));
