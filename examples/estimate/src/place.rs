@@ -53,6 +53,8 @@ pub(crate) fn place(
     let blocks = Config::default();
     let no_blocks = Config {
         stretch_pages: u32::MAX,
+        // One frame for each content, however many have it.
+        max_page_sharing: u32::MAX,
         ..Config::default()
     };
     let run = |config: Config| {
