@@ -226,7 +226,7 @@ mod loom_tests {
 
     use super::*;
     use crate::page::PageIndex;
-    use crate::region::{Place, RegionId};
+    use crate::region::{AnonVmaId, Place};
     use crate::unstable::UnstableTree;
 
     fn item(page: u64) -> Place {

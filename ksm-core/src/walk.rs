@@ -26,7 +26,7 @@ pub(crate) enum Reach {
     /// The one that the item names.
     Exact,
     /// All, and then compares: what the kernel did. To be compared with.
-    #[cfg(feature = "internals")]
+    #[cfg(any(test, feature = "internals"))]
     Whole,
 }
 
@@ -63,7 +63,7 @@ impl<B: Backend> Walk<'_, B> {
         let (anon_vma, pgoff) = place.parts();
         let range = match self.reach {
             Reach::Exact => PageRange::one(pgoff),
-            #[cfg(feature = "internals")]
+            #[cfg(any(test, feature = "internals"))]
             Reach::Whole => PageRange::new(PageIndex(0), Place::MAX_PAGES),
         };
         let mut shown: Vec<RegionId> = Vec::new();

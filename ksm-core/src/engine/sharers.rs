@@ -65,7 +65,7 @@ impl<B: Backend> Ksm<B> {
     }
 
     /// What a walk over the sharers of `page` costs, for benchmarks.
-    #[cfg(feature = "internals")]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) fn walk_figures(
         &self,
         region: RegionId,

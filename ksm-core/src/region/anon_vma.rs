@@ -112,12 +112,12 @@ impl AnonVma {
         self.regions.lock().len() > 1
     }
 
-    #[cfg(feature = "internals")]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) fn len(&self) -> usize {
         self.regions.lock().len()
     }
 
-    #[cfg(feature = "internals")]
+    #[cfg(any(test, feature = "internals"))]
     pub(crate) fn depth(&self) -> u8 {
         self.regions.lock().depth()
     }

@@ -322,7 +322,7 @@ mod tests {
         PageRange::new(PageIndex(start), len)
     }
 
-    #[cfg(feature = "internals")]
+    #[cfg(any(test, feature = "internals"))]
     proptest::proptest! {
         /// Against a sorted map, after each step.
         #[test]

@@ -23,7 +23,7 @@ pub(crate) use anon_vma::{AnonVma, AnonVmaId, AnonVmas, WalkCost};
 pub(crate) use flight::{Change, Flight, Pending};
 pub(crate) use guard::RegionGuard;
 pub use ids::{DomainId, RegionId, SpaceId};
-#[cfg(feature = "internals")]
+#[cfg(any(test, feature = "internals"))]
 pub(crate) use interval::IntervalTree;
 pub(crate) use lease::{HeldByThisThread, Lease, LeaseGuard};
 pub(crate) use page_table::{Class, PageTable, Record, is_seam};
