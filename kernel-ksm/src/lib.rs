@@ -10,7 +10,7 @@ pub mod keeper;
 mod page_map;
 mod sysfs;
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -41,17 +41,26 @@ pub struct Totals {
 }
 
 impl KernelKsm {
-    /// Takes hold of ksmd, and stops it. Waits for another program of this
-    /// project that has it. What the files `also` hold is restored as well.
+    /// Takes hold of ksmd, and stops it. What the files `also` hold is restored as
+    /// well.
     ///
     /// # Errors
-    /// When ksmd is at work for others, whose pages would be in the figures, when
+    /// When another program of this project has it, when ksmd is at work for others, whose pages would be in the figures, when
     /// the kernel has no KSM, or when this is not root.
     pub fn take(also: &[&str]) -> anyhow::Result<Self> {
         let lock =
             File::open(format!("{FOLDER}/run")).context("this kernel has no KSM (CONFIG_KSM)")?;
-        lock.lock()
-            .with_context(|| format!("cannot lock {FOLDER}/run"))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                bail!(
+                    "the kernel merges other memory on this host, for another run of this project: wait until that has ended"
+                )
+            }
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {FOLDER}/run"));
+            }
+        }
         for name in ["pages_shared", "pages_unshared", "ksm_zero_pages"] {
             let pages = count(name)?;
             if pages > 0 {
