@@ -78,9 +78,8 @@ impl<B: Backend> Ksm<B> {
 
     /// Moves a region to `source`, memory as long that nobody uses yet and that
     /// holds no page: as the host address of guest memory changes. Merged pages
-    /// stay merged; others are copied. The old memory
-    /// is nobody's then, and empty unless the host refused to drop it; its pin
-    /// guards are to have ended.
+    /// stay merged; others are copied. The old memory is nobody's then, and empty
+    /// unless the host refused to drop it; its pin guards are to have ended.
     ///
     /// Nobody may use the memory meanwhile: its KVM slots are withdrawn before and
     /// made anew after, or its vCPUs paused. What was counted of the region is

@@ -302,20 +302,20 @@ impl<B: Backend> Ksm<B> {
         }
         let mut unshared = 0;
         loop {
-            let edition = self.layout.regions();
             let regions = match target {
                 Target::Space(space) => self.layout.regions_of(space)?,
-                _ => edition.iter().cloned().collect(),
+                _ => self.layout.regions().iter().cloned().collect(),
             };
+            let mut again = false;
             for region in regions {
                 match unshare::unmerge(&region, region.range(), threads) {
                     Ok(pages) => unshared += pages,
                     // It was split or moved: what took its place is next.
-                    Err(Error::NoRegion(_)) => {}
+                    Err(Error::NoRegion(_)) => again = true,
                     Err(error) => return Err(error),
                 }
             }
-            if self.layout.is_last(edition.sequence) {
+            if !again {
                 return Ok(unshared);
             }
         }

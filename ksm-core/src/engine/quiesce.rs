@@ -51,6 +51,7 @@ impl<B: Backend> Ksm<B> {
             std::mem::forget(layout);
         }
         loop {
+            let mut again = false;
             let edition = self.layout.regions();
             // Regions that are being taken away have pages stopped, too.
             let going = self.retired.going();
@@ -67,13 +68,16 @@ impl<B: Backend> Ksm<B> {
                         guard.memory().rest();
                         std::mem::forget(guard);
                     }
-                    Err(NoLease::Gone(_)) => continue,
+                    // What took its place meanwhile is not held yet.
+                    Err(NoLease::Gone(_)) => {
+                        again = true;
+                        continue;
+                    }
                     Err(held) => return Err(held.into()),
                 }
                 quiesced.regions.push(Arc::clone(region));
             }
-            // What took the place of a region meanwhile is not held yet.
-            if self.layout.is_last(edition.sequence) {
+            if !again {
                 break;
             }
         }
