@@ -290,9 +290,14 @@ fn a_frame_moves_with_all_its_clones() {
     );
 }
 
-/// Everything means what a region is split into meanwhile as well.
-#[test]
-fn unmerge_all_beside_a_split() {
+/// Two large guests that share all they have, while a thread splits the first.
+struct Splitting {
+    world: World,
+    regions: [RegionId; 2],
+    thread: thread::JoinHandle<Result<[RegionId; 2], ksm_core::Error>>,
+}
+
+fn beside_a_split() -> Splitting {
     let world = world();
     let guests = [world.guest(6000, 1), world.guest(6000, 1)];
     let regions = guests
@@ -302,8 +307,23 @@ fn unmerge_all_beside_a_split() {
         world.ksm.scan(u64::MAX).unwrap();
     }
     let ksm = Arc::clone(&world.ksm);
-    let splitting = thread::spawn(move || ksm.split(regions[0], PageIndex(3000)));
+    let thread = thread::spawn(move || ksm.split(regions[0], PageIndex(3000)));
     while world.ksm.regions_of(world.space).unwrap().len() == 2 {}
+    Splitting {
+        world,
+        regions,
+        thread,
+    }
+}
+
+/// Everything means what a region is split into meanwhile as well.
+#[test]
+fn unmerge_all_beside_a_split() {
+    let Splitting {
+        world,
+        thread: splitting,
+        ..
+    } = beside_a_split();
     let unmerged = world.ksm.unmerge(ksm_core::Target::All);
     splitting.join().unwrap().unwrap();
     let stats = world.ksm.stats();
@@ -313,17 +333,11 @@ fn unmerge_all_beside_a_split() {
 /// A shared frame's sharers are found while one of their regions is split.
 #[test]
 fn unshare_frame_beside_a_split() {
-    let world = world();
-    let guests = [world.guest(6000, 1), world.guest(6000, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    for _ in 0..2 {
-        world.ksm.scan(u64::MAX).unwrap();
-    }
-    let ksm = Arc::clone(&world.ksm);
-    let splitting = thread::spawn(move || ksm.split(regions[0], PageIndex(3000)));
-    while world.ksm.regions_of(world.space).unwrap().len() == 2 {}
+    let Splitting {
+        world,
+        regions,
+        thread: splitting,
+    } = beside_a_split();
     let sharers = world.ksm.sharers(regions[1], PageIndex(5)).unwrap().len();
     let done = world.ksm.unshare_frame(regions[1], PageIndex(5));
     splitting.join().unwrap().unwrap();
