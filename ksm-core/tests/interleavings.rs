@@ -59,9 +59,7 @@ impl World {
 fn a_take_over_that_finds_no_memory_loses_nothing() {
     let world = world();
     let guest = world.guest(1100, 1);
-    world
-        .sim
-        .fail_nth(Call::Reserve, Failure::OutOfMemory, 1050);
+    world.sim.fail_nth(Call::Fill, Failure::OutOfMemory, 1050);
     world
         .sim
         .fail_often(Call::Populate, Failure::OutOfMemory, 1000);

@@ -27,7 +27,6 @@ const FRAMES: FrameRange = FrameRange {
 #[test]
 fn fact_1_the_store_is_punched_by_its_owner_alone() {
     let store = backend(StopMethod::Auto).open_store().unwrap();
-    store.reserve(FRAMES).unwrap();
     for frame in FRAMES.iter() {
         store.fill(frame, &full_of(3)).unwrap();
     }
@@ -414,25 +413,25 @@ fn fact_13_the_kernels_own_writes_are_stopped() {
     }
 }
 
-/// Fact 14: reserved frames have memory before they are filled, and a frame
-/// without any is read without getting some.
+/// Fact 14: a frame that is filled has memory before a page maps it, and one without
+/// any is read without getting some.
 #[test]
-fn fact_14_reserved_frames_hold_memory() {
+fn fact_14_filled_frames_hold_memory() {
     let store = backend(StopMethod::Auto).open_store().unwrap();
     let start = store.allocated_bytes().unwrap();
     let frames = FrameRange {
         start: FrameId(1000),
         len: 300,
     };
-    store.reserve(frames).unwrap();
-    let reserved = store.allocated_bytes().unwrap();
-    assert_eq!(reserved - start, 300 * 4096);
-    store.fill(FrameId(1299), &full_of(1)).unwrap();
-    assert_eq!(store.allocated_bytes().unwrap(), reserved);
+    for frame in frames.iter() {
+        store.fill(frame, &full_of(1)).unwrap();
+    }
+    let filled = store.allocated_bytes().unwrap();
+    assert_eq!(filled - start, 300 * 4096);
     let mut buf = PageBuf::zeroed();
     store.read(FrameId(0), &mut buf).unwrap();
     assert!(buf.is_zero());
-    assert_eq!(store.allocated_bytes().unwrap(), reserved);
+    assert_eq!(store.allocated_bytes().unwrap(), filled);
 }
 
 /// Fact 15: swapped pages are stopped and merged like others.

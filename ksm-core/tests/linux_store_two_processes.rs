@@ -38,7 +38,6 @@ fn another_process_reads_frames_and_changes_none() {
         return;
     };
     let store = backend(StopMethod::Auto).open_store().unwrap();
-    store.reserve(FRAMES).unwrap();
     for (byte, frame) in (11..).zip(FRAMES.iter()) {
         store.fill(frame, &full_of(byte)).unwrap();
     }

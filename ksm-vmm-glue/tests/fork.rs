@@ -170,7 +170,7 @@ fn restored_guests_share_their_snapshot() {
     memories.iter().for_each(|memory| holds_patterns(memory));
 
     // All of it or nothing, and no byte is lost.
-    for (call, nth) in [(Call::Attach, 2), (Call::Adopt, 2), (Call::Reserve, 3)] {
+    for (call, nth) in [(Call::Attach, 2), (Call::Adopt, 2), (Call::Fill, 3)] {
         let memory = bench.memory(true);
         bench.sim.fail_nth(call, Failure::OutOfMemory, nth);
         let of = each(&memory);

@@ -80,20 +80,13 @@ impl Frames {
 }
 
 impl FrameStore for Frames {
-    fn reserve(&self, range: FrameRange) -> Result<(), BackendError> {
-        let mut frames = lock(&self.0);
-        for frame in range.iter() {
-            let place = frame.0 as usize;
-            if frames.len() <= place {
-                frames.resize(place + 1, None);
-            }
-            frames[place].get_or_insert(0);
-        }
-        Ok(())
-    }
-
     fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
-        lock(&self.0)[frame.0 as usize] = Some(read(content));
+        let mut frames = lock(&self.0);
+        let place = frame.0 as usize;
+        if frames.len() <= place {
+            frames.resize(place + 1, None);
+        }
+        frames[place] = Some(read(content));
         Ok(())
     }
 

@@ -178,20 +178,15 @@ pub enum Settled {
 /// The frames of one domain: equal in content to the pages that map them,
 /// never written once a page maps them.
 pub trait FrameStore: Debug + Send + Sync + 'static {
-    /// Makes the store hold memory for `frames`, so that filling and reading
-    /// them cannot fail for want of it. Fresh frames read as zero.
+    /// Writes a frame that no page maps. One that had no memory has some from here
+    /// on.
     ///
     /// # Errors
-    /// [`BackendError::OutOfMemory`] when there is none; nothing has changed.
-    fn reserve(&self, frames: FrameRange) -> Result<(), BackendError>;
-
-    /// Writes a reserved frame that no page maps.
-    ///
-    /// # Errors
-    /// None in the ordinary; the frame's content is unspecified after one.
+    /// [`BackendError::OutOfMemory`] when there is none to be had. The frame may
+    /// hold memory after an error, and its content is unspecified.
     fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError>;
 
-    /// Reads a frame. One that was punched reads as zero.
+    /// Reads a frame. One that was never filled, or was punched, reads as zero.
     ///
     /// # Errors
     /// None in the ordinary.

@@ -4,7 +4,7 @@ use super::Domain;
 use crate::backend::{Backend, FrameStore};
 use crate::error::BackendError;
 use crate::fingerprint::Fingerprint;
-use crate::page::{FrameId, FrameRange, PageBuf};
+use crate::page::{FrameId, PageBuf};
 use crate::rmap::StableNode;
 use crate::sharing::Planner;
 
@@ -85,7 +85,6 @@ impl<B: Backend> Plan<'_, B> {
 
     /// Fills a frame that was just allotted, so that pages may come to map it.
     pub(super) fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
-        self.domain.store.reserve(FrameRange::one(frame))?;
         self.domain.store.fill(frame, content)?;
         self.domain.sharing.lock().rmap.set_live(frame, true);
         Ok(())

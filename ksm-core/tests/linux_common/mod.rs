@@ -135,7 +135,6 @@ impl Bench {
             start: FrameId(first),
             len: n,
         };
-        self.store.reserve(frames).unwrap();
         for frame in frames.iter() {
             self.store.fill(frame, &full_of(byte)).unwrap();
         }

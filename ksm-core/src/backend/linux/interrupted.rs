@@ -87,7 +87,6 @@ impl Bench {
             start: FrameId(0),
             len: 4,
         };
-        bench.store.reserve(frames).unwrap();
         let mut content = PageBuf::zeroed();
         content.bytes_mut().fill(byte);
         for frame in frames.iter() {

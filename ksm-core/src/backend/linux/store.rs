@@ -15,14 +15,11 @@ use crate::backend::FrameStore;
 use crate::error::BackendError;
 use crate::page::{FrameId, FrameRange, PAGE_SIZE, PageBuf};
 
-/// The most bytes that one `fallocate` is asked for: a signal makes it give
-/// back all that it had allocated.
-const RESERVE_STEP: u64 = 64 << 20;
-
-/// The frames of one domain, in a memfd that grows as they are reserved.
+/// The frames of one domain, in a memfd that grows as they are filled.
 ///
-/// Frames are written by `pwrite`, not through a mapping: a failure is an error
-/// then, not a SIGBUS.
+/// Frames are written by `pwrite`, not through a mapping: that there is no memory
+/// for one is an error then, not a SIGBUS (design fact 14). To reserve them by
+/// `fallocate` before would be to clear each page that is written next.
 #[derive(Debug)]
 pub struct LinuxStore {
     fd: OwnedFd,
@@ -83,29 +80,13 @@ impl LinuxStore {
 }
 
 impl FrameStore for LinuxStore {
-    fn reserve(&self, frames: FrameRange) -> Result<(), BackendError> {
-        let (mut at, mut left) = (frames.start.byte_offset(), frames.byte_len());
-        while left > 0 {
-            let step = left.min(RESERVE_STEP);
-            match fallocate(&self.fd, FallocateFlags::empty(), at, step) {
-                Ok(()) => {
-                    at += step;
-                    left -= step;
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::NOMEM | Errno::NOSPC) => return Err(BackendError::OutOfMemory),
-                Err(errno) => return Err(host_error("fallocate", errno)),
-            }
-        }
-        self.windows.note(self.fd(), frames, true);
-        Ok(())
-    }
-
     fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
         transfer("pwrite", PAGE_SIZE, |done| {
             let offset = frame.byte_offset() + done as u64;
             pwrite(&self.fd, &content.bytes()[done..], offset)
-        })
+        })?;
+        self.windows.note(self.fd(), FrameRange::one(frame), true);
+        Ok(())
     }
 
     fn read(&self, frame: FrameId, buf: &mut PageBuf) -> Result<(), BackendError> {

@@ -14,8 +14,6 @@ pub enum Call {
     OpenStore,
     /// [`Backend::attach`](crate::backend::Backend::attach).
     Attach,
-    /// [`FrameStore::reserve`](crate::backend::FrameStore::reserve).
-    Reserve,
     /// [`FrameStore::fill`](crate::backend::FrameStore::fill).
     Fill,
     /// [`FrameStore::read`](crate::backend::FrameStore::read).
@@ -54,10 +52,9 @@ pub enum Call {
 
 impl Call {
     /// Every kind.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 19] = [
         Self::OpenStore,
         Self::Attach,
-        Self::Reserve,
         Self::Fill,
         Self::ReadFrame,
         Self::Punch,
@@ -83,7 +80,6 @@ impl Call {
         match self {
             Self::OpenStore => "open_store",
             Self::Attach => "attach",
-            Self::Reserve => "reserve",
             Self::Fill => "fill",
             Self::ReadFrame => "read_frame",
             Self::Punch => "punch",

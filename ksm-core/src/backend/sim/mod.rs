@@ -33,7 +33,6 @@
 //! // What an engine would do with it.
 //! let store = sim.open_store()?;
 //! let memory = sim.attach(guest.clone(), RegionOptions::default())?;
-//! store.reserve(FrameRange::one(FrameId(0)))?;
 //! store.fill(FrameId(0), &pattern(7))?;
 //! let page = PageRange::one(PageIndex(3));
 //! let held = memory.stop(page, Backing::Own)?.held;

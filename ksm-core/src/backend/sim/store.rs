@@ -53,34 +53,21 @@ impl World {
         frames.filter(|frame| frame.bytes.is_some()).count() as u64
     }
 
-    fn reserve(&mut self, store: usize, frames: FrameRange) -> Result<(), BackendError> {
-        let fresh = frames.iter().filter(|id| {
-            let frame = self.stores[store].get(id);
-            frame.is_none_or(|frame| frame.bytes.is_none())
-        });
-        let fresh: Vec<_> = fresh.collect();
-        if self.frames_held() + fresh.len() as u64 > self.config.max_frames {
-            return Err(BackendError::OutOfMemory);
-        }
-        for id in fresh {
-            let zero = Arc::clone(&self.zero);
-            self.frame(store, id).bytes = Some(zero);
-        }
-        Ok(())
-    }
-
-    fn fill(&mut self, store: usize, id: FrameId, content: &PageBuf) {
+    fn fill(&mut self, store: usize, id: FrameId, content: &PageBuf) -> Result<(), BackendError> {
+        let held = self.frames_held();
         let frame = self.frame(store, id);
         let (shown, copied) = (frame.shown, frame.copied);
-        let reserved = frame.bytes.is_some();
+        if frame.bytes.is_none() && held >= self.config.max_frames {
+            return Err(BackendError::OutOfMemory);
+        }
         self.demand(shown == 0, || {
             format!("frame {id} is filled while {shown} pages show it")
         });
         self.demand(copied == 0, || {
             format!("frame {id} is given out again while {copied} copied pages still name it")
         });
-        self.demand(reserved, || format!("frame {id} is filled, not reserved"));
         self.frame(store, id).bytes = Some(Arc::new(content.clone()));
+        Ok(())
     }
 
     fn punch(&mut self, store: usize, id: FrameId) {
@@ -93,15 +80,8 @@ impl World {
 }
 
 impl FrameStore for SimStore {
-    fn reserve(&self, frames: FrameRange) -> Result<(), BackendError> {
-        self.call(Call::Reserve, |world| world.reserve(self.number, frames))
-    }
-
     fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
-        self.call(Call::Fill, |world| {
-            world.fill(self.number, frame, content);
-            Ok(())
-        })
+        self.call(Call::Fill, |world| world.fill(self.number, frame, content))
     }
 
     fn read(&self, frame: FrameId, buf: &mut PageBuf) -> Result<(), BackendError> {

@@ -38,9 +38,7 @@ impl Lab {
         let options = RegionOptions { dma_guarded };
         let memory = sim.attach(guest.clone(), options).unwrap();
         let store = sim.open_store().unwrap();
-        let (start, len) = (FrameId(0), 8);
-        store.reserve(FrameRange { start, len }).unwrap();
-        for number in 0..len {
+        for number in 0..8 {
             let content = pattern(number.into());
             store.fill(FrameId(number), &content).unwrap();
         }
