@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ksm_core::backend::linux::{HostRegion, LinuxBackend};
+use ksm_core::page::{PageIndex, PageRange};
 use ksm_core::{Config, Ksm, LockPolicy, PAGE_SIZE, RegionId, RegionOptions, SpaceId};
 use vm_memory::{Bytes as _, GuestAddress, MemoryRegionAddress};
 
@@ -13,6 +14,11 @@ use crate::figures::Figures;
 use crate::host::{Host, PAGES_TO_SCAN};
 use crate::memory::Memory;
 
+/// What churners map.
+const ALL_CHURN: PageRange = PageRange {
+    start: PageIndex(0),
+    end: PageIndex(CHURN_PAGES as u64),
+};
 /// The calling thread.
 const MYSELF: &str = "/proc/thread-self";
 
@@ -55,6 +61,10 @@ impl Hotplug for Ours {
             .ksm
             .register(self.space, source, RegionOptions::default())?;
         memory.write_obj(word, MemoryRegionAddress(0))?;
+        // As ksm-vmm-glue's hotplug does with memory whose content nobody wants. Its
+        // pages go without the lock of the address space, where `munmap` flushes
+        // their translations under it.
+        self.ksm.discard(region, ALL_CHURN)?;
         Ok(self.ksm.unregister(region)?)
     }
 }
