@@ -58,6 +58,7 @@ fn parts_of_huge_pages_are_freed_by_moving_and_refused_otherwise() {
             bench.memory.lift(pages(start, n), Backing::Own);
         }
     }
+    bench.memory.rest();
     let fell = before - status_kib("RssAnon");
     let expected = (COUNT - 1) * 511 * 4;
     assert!(fell > expected * 9 / 10, "{fell} of {expected} kB");

@@ -13,8 +13,8 @@ use super::span::Span;
 use super::uffd::Mode;
 use crate::page::{PAGE_SIZE, PageBuf};
 
-/// Places in the area, in pages: a window of a pass has room in it.
-const PLACES: u64 = 4 * MAX_STOP;
+/// Places in the area, in pages: what a pass merges together, 16 MiB, has room in it.
+const PLACES: u64 = 16 * MAX_STOP;
 
 /// Places for the pages of several runs, one after the other, so that those that
 /// have been replaced are dropped together: that takes the lock of the address
