@@ -4,11 +4,15 @@
 //! First the parent's own pages come to map frames, as in a pass, but whether
 //! they have equals or not ([`scan::Aim::Freeze`](crate::scan::Aim)). Then the
 //! clone maps what the parent maps, in runs. It has no rmap_items: the parent's
-//! stand for its pages as well. What has no frame is copied.
+//! stand for its pages as well. What has no frame is copied, and so is what would
+//! cost more mappings than it is worth: a clone that holds more memory is better than
+//! none, or than a process that can map nothing more.
 
 use crate::backend::{Backend, Memory, PageState};
 use crate::error::BackendError;
+use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
+use crate::ration::{Ration, mappings_for};
 use crate::region::{Class, Region, RegionGuard};
 use crate::rmap::ItemId;
 use crate::unshare;
@@ -49,8 +53,14 @@ impl<B: Backend> Nursling<B> {
         self.0.as_ref().expect("there until it is ready")
     }
 
-    /// Clones the pages of `range`, which were not before. What the parent's guest
-    /// writes meanwhile is in the clone or not, page by page.
+    /// How many mappings it has cost so far.
+    pub(crate) fn seams(&self) -> u64 {
+        self.region().pages().seams()
+    }
+
+    /// Clones the pages of `range`, which were not before, with no more mappings than
+    /// the `ration` allows. What the parent's guest writes meanwhile is in the clone
+    /// or not, page by page.
     ///
     /// # Errors
     /// When the host has no memory for copies, or the page map cannot be read.
@@ -58,6 +68,7 @@ impl<B: Backend> Nursling<B> {
         &self,
         parent: &RegionGuard<'_, B>,
         range: PageRange,
+        mut ration: Ration,
     ) -> Result<(), BackendError> {
         let mut runs = Vec::new();
         let mut rest = range;
@@ -75,7 +86,7 @@ impl<B: Backend> Nursling<B> {
             }
         }
         let merged = merged_pages(parent, range);
-        self.map(parent, &merged)?;
+        self.map(parent, &merged, &mut ration)?;
         let mut merged = merged.iter().map(|&(page, ..)| page).peekable();
         let shown = runs.iter().filter(|run| run.state != PageState::Zero);
         let mut own: Vec<_> = shown.map(|run| run.range).collect();
@@ -89,24 +100,39 @@ impl<B: Backend> Nursling<B> {
     }
 
     /// Maps what the parent maps.
-    fn map(&self, parent: &RegionGuard<'_, B>, merged: &[Merged]) -> Result<(), BackendError> {
+    fn map(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        merged: &[Merged],
+        ration: &mut Ration,
+    ) -> Result<(), BackendError> {
         let mut run = Run::default();
         for &(page, frame, item) in merged {
             if !run.goes_on(page, frame) {
-                self.map_run(parent, &std::mem::take(&mut run))?;
+                self.map_run(parent, &std::mem::take(&mut run), ration)?;
             }
             run.first.get_or_insert((page, frame));
             run.items.push(item);
         }
-        self.map_run(parent, &run)
+        self.map_run(parent, &run, ration)
     }
 
-    fn map_run(&self, parent: &RegionGuard<'_, B>, run: &Run) -> Result<(), BackendError> {
+    fn map_run(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        run: &Run,
+        ration: &mut Ration,
+    ) -> Result<(), BackendError> {
         let Some((page, frame)) = run.first else {
             return Ok(());
         };
         let (clone, domain) = (self.region(), &parent.region().domain);
         let range = PageRange::new(page, run.items.len() as u64);
+        let mappings = mappings_for(&clone.pages(), range, frame);
+        if !ration.pays(range.len(), mappings) {
+            clone.tally().outcomes[Outcome::VmaBudget] += range.len();
+            return self.copy(parent, range.iter());
+        }
         // Counted first, as before any mapping: the frames stay.
         domain.add_clones(frame, &run.items);
         let guard = clone.lock().expect("nobody else knows of it");

@@ -143,6 +143,7 @@ mod layout;
 mod merge;
 pub mod outcome;
 pub mod page;
+mod ration;
 mod region;
 mod rmap;
 mod scan;

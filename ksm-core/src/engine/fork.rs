@@ -6,9 +6,10 @@ use super::Ksm;
 use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory, RegionOptions};
 use crate::clone::Nursling;
-use crate::error::{Error, RegisterError};
+use crate::error::{BackendError, Error, RegisterError};
 use crate::page::{PageIndex, PageRange};
-use crate::region::{Region, RegionId, SpaceId};
+use crate::ration::{Pledge, Ration};
+use crate::region::{Region, RegionGuard, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
 use crate::trace;
@@ -31,6 +32,13 @@ impl<B: Backend> Ksm<B> {
     /// [`dma_guarded`](RegionOptions::dma_guarded), those that were merged and
     /// written to since.
     ///
+    /// No more mappings are spent than [`Config::max_vmas`](crate::Config::max_vmas)
+    /// leaves. Each costs the parent and the clone one, and where they are scarce beside
+    /// the pages, they are for long runs, and the pages of short ones are copied too:
+    /// the clone takes more memory then, until passes merge what is worth it. Its
+    /// [outcomes](crate::MemoryStats::outcomes) say how many pages that were merged
+    /// already were copied for that ([`Outcome::VmaBudget`](crate::Outcome::VmaBudget)).
+    ///
     /// The parent's guest should be paused: what it writes meanwhile is in the
     /// clone or is not, page by page. A guest of several regions is cloned region
     /// by region while it is paused.
@@ -51,12 +59,13 @@ impl<B: Backend> Ksm<B> {
         let parent = self.layout.region(parent)?;
         let clone = self.nursling(&parent, space, source, options)?;
         self.freeze(&parent)?;
+        let mut pledge = Pledge::new(&self.vmas);
         let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
         loop {
             let _layout = self.layout_turn()?;
             let guard = parent.lock()?;
             if let Some(chunk) = chunks.next() {
-                clone.take(&guard, chunk)?;
+                self.take_chunk(&guard, &clone, chunk, &mut pledge)?;
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
@@ -71,6 +80,26 @@ impl<B: Backend> Ksm<B> {
         }
     }
 
+    /// Clones a chunk of pages, the next ones, with as many mappings as its parent has
+    /// if there are so many, and otherwise with what is left.
+    fn take_chunk(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        clone: &Nursling<B>,
+        chunk: PageRange,
+        pledge: &mut Pledge<'_>,
+    ) -> Result<(), BackendError> {
+        let region = parent.region();
+        let (needed, now) = (region.pages().seams() + 2, clone.seams());
+        let more = needed.saturating_sub(now);
+        let granted = pledge.ask(now, more, || self.mappings());
+        let ration = match granted == more {
+            true => Ration::ample(granted),
+            false => Ration::new(granted, region.range().end.0 - chunk.start.0),
+        };
+        clone.take(parent, chunk, ration)
+    }
+
     /// Pages that are cloned under one hold of the parent's lease.
     fn clone_pages(&self) -> u64 {
         u64::from(self.config.window_pages) * CLONE_WINDOWS
@@ -78,7 +107,10 @@ impl<B: Backend> Ksm<B> {
 
     /// Moves a region to `source`, memory as long that nobody uses yet and that
     /// holds no page: as the host address of guest memory changes. Merged pages
-    /// stay merged; others are copied. The old memory is nobody's then, and empty
+    /// stay merged; others are copied. As long as both are there, both have mappings:
+    /// where [`Config::max_vmas`](crate::Config::max_vmas) does not leave enough for
+    /// that, merged pages in short runs are copied as well, as in
+    /// [`Ksm::fork_region`]. The old memory is nobody's then, and empty
     /// unless the host refused to drop it; its pin guards are to have ended.
     ///
     /// Nobody may use the memory meanwhile: its KVM slots are withdrawn before and
@@ -109,8 +141,10 @@ impl<B: Backend> Ksm<B> {
         if !old.claim() {
             return Err(Error::NoRegion(old.id));
         }
+        let mut pledge = Pledge::new(&self.vmas);
         let mut chunks = old.range().chunks(self.clone_pages());
-        if let Err(error) = chunks.try_for_each(|chunk| new.take(&guard, chunk)) {
+        let mut take = |chunk| self.take_chunk(&guard, &new, chunk, &mut pledge);
+        if let Err(error) = chunks.try_for_each(&mut take) {
             old.unclaim();
             return Err(error.into());
         }

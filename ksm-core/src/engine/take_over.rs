@@ -10,6 +10,7 @@ use crate::error::{BackendError, Error, RegisterError};
 use crate::fingerprint::Fingerprint;
 use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
+use crate::ration::{Pledge, mappings_for};
 use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId, SpaceId};
 use crate::rmap::ItemId;
 use crate::trace;
@@ -68,9 +69,11 @@ impl<B: Backend> Ksm<B> {
     ///
     /// # Errors
     /// [`Error::NoSpace`], [`Error::Register`]; [`Error::Backend`] when the host has
-    /// no memory or no mapping left: every page holds its bytes then, whatever it
-    /// is mapped to, and the memory is registered with nobody. Copied to anonymous
-    /// memory, it can be [registered](Ksm::register) all the same.
+    /// no memory or no mapping left; [`Error::VmaBudget`] when it takes more mappings
+    /// than [`Config::max_vmas`](crate::Config::max_vmas) leaves, which shows as it is
+    /// done. Every page holds its bytes then, whatever it is mapped to, and the memory
+    /// is registered with nobody. Copied to anonymous memory, it can be
+    /// [registered](Ksm::register) all the same.
     pub fn take_over(
         &self,
         space: SpaceId,
@@ -91,10 +94,15 @@ impl<B: Backend> Ksm<B> {
         let mut taking = Taking(Some(region));
         let region = taking.0.as_ref().expect("just put there");
         let mut last = None;
+        let mut pledge = Pledge::new(&self.vmas);
         for window in region.range().chunks(WINDOW_PAGES) {
             let plan = domain.plan();
             let guard = region.lock()?;
-            self.take_window(&guard, &plan, window, &mut last)?;
+            let max = {
+                let now = region.pages().seams();
+                now + pledge.ask(now, window.len() + 1, || self.mappings())
+            };
+            self.take_window(&guard, &plan, window, &mut last, max)?;
         }
         self.layout.add_region(space, |_| {
             let region = taking.0.take();
@@ -104,14 +112,16 @@ impl<B: Backend> Ksm<B> {
         Ok(id)
     }
 
-    /// `last` is the frame of the page before.
+    /// `last` is the frame of the page before, `max` how many mappings the region may
+    /// have with the window.
     fn take_window(
         &self,
         guard: &RegionGuard<'_, B>,
         plan: &Plan<'_, B>,
         window: PageRange,
         last: &mut Option<FrameId>,
-    ) -> Result<(), BackendError> {
+        max: u64,
+    ) -> Result<(), Error> {
         let mut buf = PageBuf::zeroed();
         let mut run = Run::new(guard, PageRange::new(window.start, 0), None);
         for page in window.iter() {
@@ -126,11 +136,11 @@ impl<B: Backend> Ksm<B> {
                 run.range.end = next.range.end;
             } else {
                 // `next` waits in the place of `run`, in case this fails.
-                std::mem::replace(&mut run, next).put_in_place()?;
+                std::mem::replace(&mut run, next).put_in_place(max)?;
             }
             *last = planned.map_or(*last, |planned| Some(planned.frame));
         }
-        run.put_in_place()
+        run.put_in_place(max)
     }
 
     /// A frame for a page of that content.
@@ -184,14 +194,24 @@ impl<'g, 'a, B: Backend> Run<'g, 'a, B> {
         }
     }
 
-    fn put_in_place(mut self) -> Result<(), BackendError> {
+    /// Puts it in place, if the region has no more than `max` mappings with it. Memory
+    /// that is to be registered must not keep what it was: without a mapping there is
+    /// no other place for the page's bytes.
+    fn put_in_place(mut self, max: u64) -> Result<(), Error> {
         let (region, memory) = (self.guard.region(), self.guard.memory());
         let Some(first) = self.planned.first() else {
             return match self.range.is_empty() {
                 true => Ok(()),
-                false => memory.vacate(self.range),
+                false => Ok(memory.vacate(self.range)?),
             };
         };
+        let needed = {
+            let pages = region.pages();
+            pages.seams() + mappings_for(&pages, self.range, first.frame)
+        };
+        if needed > max {
+            return Err(Error::VmaBudget { needed, left: max });
+        }
         memory.adopt(self.range, &region.domain.store, first.frame)?;
         let mut pages = region.pages();
         for (page, planned) in self.range.iter().zip(self.planned.drain(..)) {
