@@ -237,7 +237,7 @@ fn restored_memory_is_refused_where_mappings_do_not_suffice() {
 /// that there is one run of frames and not many pieces of two.
 #[test]
 fn guests_that_hold_the_same_are_cloned_at_a_time() {
-    const ROUNDS: u64 = 8;
+    const ROUNDS: u64 = 4;
     const PAGES: u64 = 4096;
     let mut seams = 0;
     for _ in 0..ROUNDS {
@@ -255,7 +255,7 @@ fn guests_that_hold_the_same_are_cloned_at_a_time() {
 #[test]
 fn guests_that_hold_something_else_are_cloned_at_a_time() {
     const PAGES: u64 = 4096;
-    for _ in 0..8 {
+    for _ in 0..4 {
         let world = world(None);
         let parents = [0, PAGES].map(|first| world.guest(PAGES, |page| 1 + first + page).0);
         fork_at_a_time(&world, parents, PAGES);

@@ -106,6 +106,9 @@ fn a_running_guest_is_cloned() {
         let clones = thread::scope(|scope| {
             scope.spawn(|| world.scan_until(&stop));
             let vcpu = scope.spawn(|| count(&parent, &stop));
+            while counter(&parent, COUNTERS - 1) == 0 {
+                thread::yield_now();
+            }
             let clones: Vec<_> = (0..6)
                 .map(|_| {
                     let before = counter(&parent, COUNTERS - 1);
