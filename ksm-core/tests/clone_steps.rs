@@ -132,7 +132,9 @@ fn world(scene: Scene) -> World {
     let [parent, _] = guests
         .each_ref()
         .map(|guest| ksm.register(spaces[0], guest.clone(), GUARDED).unwrap());
-    (0..3).for_each(|_| drop(ksm.scan(u64::MAX).unwrap()));
+    (0..3).for_each(|_| {
+        ksm.scan(u64::MAX).unwrap();
+    });
     // One page was merged and written to since; one is in use by a device.
     guests[0].write(PageIndex(2), &pattern(777));
     let range = PageRange::one(PageIndex(16));
@@ -298,7 +300,9 @@ impl World {
     /// Everything can leave, and nothing is left.
     fn leave(mut self, when: &str) {
         self.pin = None;
-        (0..2).for_each(|_| drop(self.ksm.scan(u64::MAX).unwrap()));
+        (0..2).for_each(|_| {
+            self.ksm.scan(u64::MAX).unwrap();
+        });
         self.check(when);
         for space in self.spaces {
             for region in self.ksm.regions_of(space).unwrap() {
