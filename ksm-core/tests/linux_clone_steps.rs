@@ -138,15 +138,12 @@ impl World {
     fn action(&self) -> impl FnOnce() -> Result<(), Error> + Send + 'static {
         let (ksm, scene, region) = (Arc::clone(&self.ksm), self.scene, self.region);
         let (space, place) = (self.spaces[1], self.place.source());
-        move || {
-            let done = match scene {
-                Scene::Clone => ksm.fork_region(region, space, place, GUARDED).map(drop),
-                Scene::TakeOver => ksm.take_over(space, place, GUARDED).map(drop),
-                Scene::Move => ksm.move_region(region, place).map(drop),
-                Scene::Split => ksm.split(region, PageIndex(7)).map(drop),
-                Scene::UnregisterPart => ksm.unregister_part(region, pages(5, 7)).map(drop),
-            };
-            done
+        move || match scene {
+            Scene::Clone => ksm.fork_region(region, space, place, GUARDED).map(drop),
+            Scene::TakeOver => ksm.take_over(space, place, GUARDED).map(drop),
+            Scene::Move => ksm.move_region(region, place).map(drop),
+            Scene::Split => ksm.split(region, PageIndex(7)).map(drop),
+            Scene::UnregisterPart => ksm.unregister_part(region, pages(5, 7)).map(drop),
         }
     }
 
