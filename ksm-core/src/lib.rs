@@ -141,6 +141,7 @@ mod giveback;
 pub mod internals;
 mod layout;
 mod merge;
+mod nursery;
 pub mod outcome;
 pub mod page;
 mod ration;

@@ -172,13 +172,6 @@ impl<B: Backend> Domain<B> {
         }
     }
 
-    /// Undoes [`Self::add_clones`] for mappings that did not come about.
-    pub(crate) fn remove_clones(&self, first: FrameId, items: &[ItemId]) {
-        for (frame, &item) in (first.0..).map(FrameId).zip(items) {
-            self.release(frame, item);
-        }
-    }
-
     /// The page of `item` got a copy of its own; its mapping still names the
     /// frame.
     pub(crate) fn unshare(&self, frame: FrameId, item: ItemId) {

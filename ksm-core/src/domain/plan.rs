@@ -3,6 +3,7 @@
 use super::Domain;
 use crate::backend::{Backend, FrameStore};
 use crate::error::BackendError;
+use crate::fault::{self, Step};
 use crate::fingerprint::{Digest, Fingerprint};
 use crate::frames::Planner;
 use crate::page::{FrameId, PageBuf};
@@ -128,8 +129,10 @@ impl<B: Backend> Plan<'_, B> {
 
     /// Fills a frame that was just allotted, so that pages may come to map it.
     pub(super) fn fill(&self, frame: FrameId, content: &PageBuf) -> Result<(), BackendError> {
+        fault::point(Step::Allotted);
         self.domain.store.fill(frame, content)?;
         self.domain.sharing.lock().rmap.set_live(frame, true);
+        fault::point(Step::Filled);
         Ok(())
     }
 }

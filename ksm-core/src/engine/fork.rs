@@ -3,17 +3,18 @@
 use std::sync::Arc;
 
 use super::Ksm;
+use super::depart::Departure;
 use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory, RegionOptions};
-use crate::clone::Nursling;
 use crate::error::{BackendError, Error, RegisterError};
+use crate::fault::{self, Step};
+use crate::nursery::{Nursling, Origin};
 use crate::page::{PageIndex, PageRange};
 use crate::ration::{Pledge, Ration};
 use crate::region::{Region, RegionGuard, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
 use crate::trace;
-use crate::unshare;
 
 /// How many windows are cloned under one hold of the parent's lease: to look at a
 /// page for that costs little.
@@ -74,6 +75,7 @@ impl<B: Backend> Ksm<B> {
                     region.anon_vma.add(region.linear_range(), region.id);
                     Ok(region)
                 })?;
+                fault::point(Step::Known);
                 trace::cloned(parent.id, id.id, space);
                 return Ok(id.id);
             }
@@ -85,12 +87,12 @@ impl<B: Backend> Ksm<B> {
     fn take_chunk(
         &self,
         parent: &RegionGuard<'_, B>,
-        clone: &Nursling<B>,
+        clone: &Nursling<'_, B>,
         chunk: PageRange,
         pledge: &mut Pledge<'_>,
     ) -> Result<(), BackendError> {
         let region = parent.region();
-        let (needed, now) = (region.pages().seams() + 2, clone.seams());
+        let (needed, now) = (region.pages().seams() + 2, clone.region().pages().seams());
         let more = needed.saturating_sub(now);
         let granted = pledge.ask(now, more, || self.mappings());
         let ration = match granted == more {
@@ -123,41 +125,29 @@ impl<B: Backend> Ksm<B> {
     pub fn move_region(&self, region: RegionId, source: B::Source) -> Result<RegionId, Error> {
         let old = self.layout.region(region)?;
         let new = self.nursling(&old, old.space, source, old.options)?;
-        if !old.close() {
-            return Err(Error::Pinned { region });
-        }
-        let moved = self.move_pages(&old, new);
-        match &moved {
-            Ok(new) => trace::moved(region, *new),
-            Err(_) => old.reopen(),
-        }
-        moved
+        self.move_pages(&old, &new)?;
+        let new = new.region().id;
+        trace::moved(region, new);
+        Ok(new)
     }
 
-    fn move_pages(&self, old: &Arc<Region<B>>, new: Nursling<B>) -> Result<RegionId, Error> {
+    fn move_pages(&self, old: &Arc<Region<B>>, new: &Nursling<'_, B>) -> Result<(), Error> {
         let _layout = self.layout_turn()?;
         let guard = old.lock()?;
-        // Of two who are after a region, one gets it.
-        if !old.claim() {
-            return Err(Error::NoRegion(old.id));
+        let claimed = old.claim().ok_or(Error::NoRegion(old.id))?;
+        if !claimed.close() {
+            return Err(Error::Pinned { region: old.id });
         }
         let mut pledge = Pledge::new(&self.vmas);
-        let mut chunks = old.range().chunks(self.clone_pages());
-        let mut take = |chunk| self.take_chunk(&guard, &new, chunk, &mut pledge);
-        if let Err(error) = chunks.try_for_each(&mut take) {
-            old.unclaim();
-            return Err(error.into());
+        for chunk in old.range().chunks(self.clone_pages()) {
+            self.take_chunk(&guard, new, chunk, &mut pledge)?;
         }
-        let new = new.ready();
-        let id = new.id;
-        new.anon_vma.add(new.linear_range(), id);
-        self.retired.exchange(&self.layout, old, [new]);
-        unshare::give_up(&guard);
-        guard.memory().detach();
-        guard.leave();
-        let (pages, domain) = (old.linear_range(), &old.domain);
-        domain.anon_vmas.remove(&old.anon_vma, pages, old.id);
-        Ok(id)
+        self.retired.replace(&self.layout, old, || new.ready());
+        claimed.keep();
+        let departure = Departure::new(self, old, guard);
+        fault::point(Step::Replaced);
+        departure.finish();
+        Ok(())
     }
 
     /// A clone of `parent` without a page, that nobody knows of.
@@ -167,7 +157,7 @@ impl<B: Backend> Ksm<B> {
         space: SpaceId,
         source: B::Source,
         options: RegionOptions,
-    ) -> Result<Nursling<B>, Error> {
+    ) -> Result<Nursling<'_, B>, Error> {
         if !Arc::ptr_eq(&self.layout.domain_of(space)?, &parent.domain) {
             return Err(Error::OtherDomain(space));
         }
@@ -183,7 +173,7 @@ impl<B: Backend> Ksm<B> {
             .into());
         }
         let region = parent.clone_of(self.layout.reserve_region(), space, memory, options);
-        Ok(Nursling::new(region))
+        Ok(self.nursery.enter(region, Origin::Cloned))
     }
 
     /// Lets every page of `region` that has bytes of its own map a frame, where
