@@ -8,6 +8,7 @@
 mod step_hooks;
 
 use std::sync::Arc;
+use std::thread;
 
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::error::RegisterError;
@@ -371,7 +372,12 @@ fn a_thread_that_vanishes_leaves_nothing_behind() {
     for (world, step, nth, when) in accidents("gone") {
         let action = world.action();
         let dead = vanishes_at(step, nth, || action().unwrap());
+        // Whoever waits for what the thread held goes on.
+        let ksm = Arc::clone(&world.ksm);
+        let scanning = thread::spawn(move || ksm.scan(u64::MAX).unwrap());
+        thread::yield_now();
         world.ksm.recover(dead);
+        scanning.join().unwrap();
         world.goes_on(&when);
     }
 }

@@ -124,7 +124,7 @@ impl<B: Backend> Retired<B> {
         was_there
     }
 
-    /// Puts it back, unless it has gone.
+    /// Puts it back: it cannot go, or whoever took it away is gone himself.
     pub(super) fn cancel(&self, layout: &Layout<B>, region: &Arc<Region<B>>) {
         let mut inner = self.0.lock();
         inner.going.retain(|going| going.region.id != region.id);
