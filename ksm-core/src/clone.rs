@@ -143,6 +143,7 @@ impl<B: Backend> Nursling<B> {
         }
         drop(guard);
         domain.remove_clones(frame, &run.items);
+        ration.give_back(mappings);
         // No mapping is left for it: then each page is the clone's own.
         self.copy(parent, range.iter())
     }

@@ -66,6 +66,11 @@ impl Ration {
         self.pages = self.pages.saturating_sub(pages);
         pays
     }
+
+    /// The host had none of those mappings to give.
+    pub(crate) const fn give_back(&mut self, mappings: u64) {
+        self.left += mappings;
+    }
 }
 
 /// Mappings of a region that nobody knows of yet: they count as spent.
