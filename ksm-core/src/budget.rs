@@ -168,10 +168,15 @@ impl VmaBudget {
         self.state.lock().pledged
     }
 
-    /// `old` of those make room for `new`.
-    pub(crate) fn repledge(&self, old: u64, new: u64) {
+    /// Of those, `old` make room for `now` and for `more`, as far as there are so many
+    /// with `used` spent on what is registered. Returns how many more.
+    pub(crate) fn grant(&self, old: u64, now: u64, more: u64, used: impl FnOnce() -> u64) -> u64 {
+        // Held throughout: what becomes registered meanwhile counts twice, not never.
         let mut state = self.state.lock();
-        state.pledged = state.pledged - old + new;
+        state.pledged = state.pledged - old + now;
+        let granted = more.min(self.left(used(), state.pledged));
+        state.pledged += granted;
+        granted
     }
 
     pub(crate) fn note_held_back(&self, pages: u64, shortage: &Shortage) {

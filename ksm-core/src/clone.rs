@@ -106,6 +106,7 @@ impl<B: Backend> Nursling<'_, B> {
         }
         drop(landing);
         drop(guard);
+        ration.give_back(mappings);
         // No mapping is left for it: then each page is the clone's own.
         self.copy(parent, range.iter())
     }

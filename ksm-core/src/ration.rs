@@ -66,6 +66,11 @@ impl Ration {
         self.pages = self.pages.saturating_sub(pages);
         pays
     }
+
+    /// The host had none of those mappings to give.
+    pub(crate) const fn give_back(&mut self, mappings: u64) {
+        self.left += mappings;
+    }
 }
 
 /// Mappings of a region that nobody knows of yet: they count as spent.
@@ -85,26 +90,17 @@ impl<'b> Pledge<'b> {
 
     /// The region has so many `now`, and might do with `more`, with `used` spent on
     /// what is registered. Returns how many more it may have, which nobody else may
-    /// then. Where several ask at a time, each may get less, and none too much.
+    /// then.
     pub(crate) fn ask(&mut self, now: u64, more: u64, used: impl FnOnce() -> u64) -> u64 {
-        self.set(now + more);
-        // In this order: one that is registered meanwhile counts twice, not never.
-        let pledged = self.budget.pledged();
-        let left = self.budget.left(used(), pledged - more);
-        let granted = more.min(left);
-        self.set(now + granted);
+        let granted = self.budget.grant(self.mappings, now, more, used);
+        self.mappings = now + granted;
         granted
-    }
-
-    fn set(&mut self, mappings: u64) {
-        self.budget.repledge(self.mappings, mappings);
-        self.mappings = mappings;
     }
 }
 
 impl Drop for Pledge<'_> {
     fn drop(&mut self) {
-        self.set(0);
+        self.ask(0, 0, || 0);
     }
 }
 

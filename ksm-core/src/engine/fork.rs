@@ -92,10 +92,21 @@ impl<B: Backend> Ksm<B> {
         pledge: &mut Pledge<'_>,
     ) -> Result<(), BackendError> {
         let region = parent.region();
-        let (needed, now) = (region.pages().seams() + 2, clone.region().pages().seams());
-        let more = needed.saturating_sub(now);
-        let granted = pledge.ask(now, more, || self.mappings());
-        let ration = match granted == more {
+        let needed = {
+            let pages = region.pages();
+            // Copied pages lie over frames in the parent, and between them in the clone.
+            pages.seams() + 2 * pages.counts().copied + 2
+        };
+        let now = clone.region().pages().seams();
+        let needed = needed.saturating_sub(now);
+        let mut ask = |mappings| pledge.ask(now, mappings, || self.mappings());
+        // At the very most, whatever the parent's guest writes meanwhile.
+        let most = needed.max(chunk.len() + 1);
+        let granted = match ask(most) {
+            all if all == most => all,
+            _ => ask(needed),
+        };
+        let ration = match granted >= needed {
             true => Ration::ample(granted),
             false => Ration::new(granted, region.range().end.0 - chunk.start.0),
         };
