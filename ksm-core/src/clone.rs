@@ -105,10 +105,35 @@ impl<B: Backend> Nursling<B> {
         let Some((page, frame)) = run.first else {
             return Ok(());
         };
+        let (mut page, mut frame, mut items) = (page, frame, &run.items[..]);
+        while !items.is_empty() {
+            // Counted first, as before any mapping: the frames stay.
+            let counted = parent.region().domain.add_clones(frame, items);
+            let (counted_items, rest) = items.split_at(counted as usize);
+            self.adopt(parent, page, frame, counted_items)?;
+            (page, frame, items) = (page.plus(counted.into()), frame.plus(counted), rest);
+            if !items.is_empty() {
+                // Somebody is emptying this frame.
+                self.copy(parent, PageRange::one(page).iter())?;
+                (page, frame, items) = (page.plus(1), frame.plus(1), &items[1..]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps frames from `frame` on, on which the clone's pages are counted.
+    fn adopt(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        page: PageIndex,
+        frame: FrameId,
+        items: &[ItemId],
+    ) -> Result<(), BackendError> {
         let (clone, domain) = (self.region(), &parent.region().domain);
-        let range = PageRange::new(page, run.items.len() as u64);
-        // Counted first, as before any mapping: the frames stay.
-        domain.add_clones(frame, &run.items);
+        let range = PageRange::new(page, items.len() as u64);
+        if range.is_empty() {
+            return Ok(());
+        }
         let guard = clone.lock().expect("nobody else knows of it");
         if guard.memory().adopt(range, &domain.store, frame).is_ok() {
             let parents = parent.region().pages();
@@ -116,7 +141,7 @@ impl<B: Backend> Nursling<B> {
             return Ok(());
         }
         drop(guard);
-        domain.remove_clones(frame, &run.items);
+        domain.remove_clones(frame, items);
         // No mapping is left for it: then each page is the clone's own.
         self.copy(parent, range.iter())
     }

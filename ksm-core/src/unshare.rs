@@ -99,6 +99,25 @@ pub(crate) fn break_cow<B: Backend>(
     (before - left, left, error)
 }
 
+/// Gives one merged page a copy of its own.
+///
+/// # Errors
+/// What the host says, and it is merged still.
+pub(crate) fn unmerge_page<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    page: PageIndex,
+) -> Result<(), BackendError> {
+    let mut said = None;
+    for _ in 0..TRIES {
+        let (_, left, error) = break_cow(guard, PageRange::one(page), u32::MAX);
+        if left == 0 {
+            return Ok(());
+        }
+        said = error.or(said);
+    }
+    Err(said.unwrap_or(BackendError::Again))
+}
+
 fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
     merged_runs(guard, range).iter().map(|run| run.len()).sum()
 }

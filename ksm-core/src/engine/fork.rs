@@ -52,7 +52,7 @@ impl<B: Backend> Ksm<B> {
         let clone = self.nursling(&parent, space, source, options)?;
         self.freeze(&parent)?;
         let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
-        loop {
+        let id = loop {
             let _layout = self.layout_turn()?;
             let guard = parent.lock()?;
             if let Some(chunk) = chunks.next() {
@@ -60,15 +60,17 @@ impl<B: Backend> Ksm<B> {
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
-                let id = self.layout.add_region(space, |_| {
+                let region = self.layout.add_region(space, |_| {
                     let region = clone.ready();
                     region.anon_vma.add(region.linear_range(), region.id);
                     Ok(region)
                 })?;
-                trace::cloned(parent.id, id.id, space);
-                return Ok(id.id);
+                break region.id;
             }
-        }
+        };
+        self.empty_sealed(&parent.domain);
+        trace::cloned(parent.id, id, space);
+        Ok(id)
     }
 
     /// Pages that are cloned under one hold of the parent's lease.

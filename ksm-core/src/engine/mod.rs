@@ -13,6 +13,7 @@ mod retired;
 mod sharers;
 mod take_over;
 mod turn;
+mod unshare_frame;
 
 pub use quiesce::Quiesced;
 pub use report::Explanation;

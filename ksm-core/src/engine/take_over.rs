@@ -100,6 +100,7 @@ impl<B: Backend> Ksm<B> {
             let region = taking.0.take();
             Ok(region.expect("put there above"))
         })?;
+        self.empty_sealed(&domain);
         trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }

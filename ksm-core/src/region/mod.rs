@@ -249,6 +249,12 @@ impl<B: Backend> Region<B> {
         }
     }
 
+    /// Whether somebody has the lease now, and may have pages reserved for frames
+    /// whose records do not say so yet.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.lease.is_held()
+    }
+
     /// Takes the lease from a thread that is gone, if that has it.
     pub(crate) fn evict(&self, dead: ThreadId) -> Option<RegionGuard<'_, B>> {
         Some(self.guard(self.lease.evict(dead)?))
