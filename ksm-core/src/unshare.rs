@@ -35,7 +35,7 @@ pub(crate) fn unmerge<B: Backend>(
     let runs = {
         // A merge under way is written down before its lease is free.
         let _guard = region.lock()?;
-        region.pages().frame_runs(range)
+        region.frame_runs(range)
     };
     for chunk in chunks(&runs) {
         let mut tries = 0;
@@ -162,12 +162,12 @@ fn note_copies<B: Backend>(
 /// mapping of a frame is left. All DMA to the region must be guarded.
 pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
     let cap = region.max_stop();
-    let runs = region.pages().frame_runs(range);
+    let runs = region.frame_runs(range);
     for chunk in runs.into_iter().flat_map(|run| run.chunks(cap)) {
         let mut tries = 0;
         loop {
             let guard = region.lock()?;
-            let left = region.pages().frame_runs(chunk);
+            let left = region.frame_runs(chunk);
             if left.is_empty() {
                 guard.memory().rest();
                 break;
@@ -220,7 +220,7 @@ pub(crate) fn discard_held<B: Backend>(
     range: PageRange,
 ) -> Result<(), BackendError> {
     let mut from = range.start;
-    let frames = guard.region().pages().frame_runs(range);
+    let frames = guard.region().frame_runs(range);
     for run in frames {
         discard_run(guard, from, run.start, Backing::Own)?;
         discard_run(guard, run.start, run.end, Backing::Frame)?;
@@ -255,6 +255,6 @@ fn discard_run<B: Backend>(
     }
     guard.memory().discard(range, backing)?;
     guard.note_own(range);
-    guard.region().pages().forget(range);
+    guard.region().forget(range);
     Ok(())
 }

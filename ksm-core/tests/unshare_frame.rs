@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, Ksm, PageIndex, RegionId, RegionOptions, SpaceId};
+use ksm_core::{Config, Error, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
 use step_hooks::at;
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
@@ -80,16 +80,19 @@ fn stands_at(
 #[test]
 fn nobody_comes_to_a_frame_that_is_being_emptied() {
     let world = world();
-    // Of one content, and a second one to keep the middle region busy with.
+    // Of one content, and another one to keep the middle region busy with: its frame
+    // moves to where a third one's was.
     let (_, first) = world.guest(&[7]);
-    let (_, busy) = world.guest(&[7, 8, 8]);
+    let (_, busy) = world.guest(&[7, 8, 8, 9, 9]);
     world.passes(2);
+    let eights = PageRange::new(PageIndex(1), 2);
+    world.ksm.discard(busy, eights).unwrap();
     let (_, last) = world.guest(&[7]);
     world.passes(2);
     assert_eq!(world.sharers(last), 3);
     let ksm = Arc::clone(&world.ksm);
     let (go, moving) = stands_at(Step::Stopped, move || {
-        drop(ksm.move_frame(busy, PageIndex(1)));
+        drop(ksm.move_frame(busy, PageIndex(3)));
     });
     let ksm = Arc::clone(&world.ksm);
     let unsharing = thread::spawn(move || ksm.unshare_frame(last, FIRST));
@@ -146,5 +149,72 @@ fn a_frame_is_emptied_beside_a_scanner() {
     for (guest, region) in &guests {
         assert_eq!(guest.read(FIRST), *pattern(7));
         assert_eq!(world.sharers(*region), GUESTS as u64);
+    }
+}
+
+/// What the host refuses to copy is named, and nobody comes to share it meanwhile.
+#[test]
+fn pages_that_cannot_be_copied_are_named() {
+    let world = world();
+    let (_, region) = world.guest(&[7]);
+    let (_, other) = world.guest(&[7]);
+    world.passes(2);
+    let sim = world.ksm.backend();
+    // The first page that is tried gets a copy, the second none.
+    for nth in 2..100 {
+        sim.fail_nth(Call::Populate, Failure::OutOfMemory, nth);
+    }
+    let Err(Error::FrameStillShared { pages, sharers, .. }) =
+        world.ksm.unshare_frame(region, FIRST)
+    else {
+        panic!("one page got no copy");
+    };
+    sim.no_failures();
+    let left: Vec<_> = sharers.iter().map(|sharer| sharer.region).collect();
+    assert_eq!((pages, left.len()), (1, 1));
+    let left = left[0];
+    assert!([region, other].contains(&left));
+    let frame = world.ksm.explain(left, FIRST).unwrap().frame;
+    let (_, new) = world.guest(&[7]);
+    world.passes(2);
+    assert_eq!(world.sharers(left), 1, "nobody came to it");
+    assert_eq!(world.sharers(new), 2, "with the page that had got a copy");
+    assert_ne!(world.ksm.explain(new, FIRST).unwrap().frame, frame);
+    assert_eq!(world.ksm.unshare_frame(left, FIRST).unwrap(), 1);
+    world.passes(2);
+    assert_eq!(world.sharers(left), 3);
+}
+
+/// A clone that is made meanwhile maps the frame no longer than its maker's call.
+#[test]
+fn no_clone_is_left_with_a_frame_that_was_emptied() {
+    for _ in 0..30 {
+        let world = world();
+        let (_, parent) = world.guest(&(1..3000).collect::<Vec<_>>());
+        let (_, _twin) = world.guest(&[1]);
+        world.passes(2);
+        let frame = world.ksm.explain(parent, FIRST).unwrap().frame;
+        assert!(frame.is_some());
+        thread::scope(|scope| {
+            let forking = scope.spawn(|| {
+                let clone = world.sim.guest(2999);
+                let (ksm, space) = (&world.ksm, world.space);
+                ksm.fork_region(parent, space, clone, GUARDED).unwrap()
+            });
+            // Sooner or later beside the clone.
+            let done = world.ksm.unshare_frame(parent, FIRST);
+            if let Err(error) = done {
+                let is_hidden = matches!(
+                    &error,
+                    Error::FrameStillShared { pages: 1, sharers, .. } if sharers.is_empty()
+                );
+                assert!(is_hidden, "{error:?}");
+            }
+            let clone = forking.join().unwrap();
+            for region in [parent, clone] {
+                assert_ne!(world.ksm.explain(region, FIRST).unwrap().frame, frame);
+            }
+        });
+        world.ksm.check().unwrap();
     }
 }

@@ -15,6 +15,7 @@ mod take_over;
 mod turn;
 mod unshare_frame;
 
+pub use move_frame::FrameMove;
 pub use quiesce::Quiesced;
 pub use report::Explanation;
 pub use sharers::{Sharer, SharingMatrix};

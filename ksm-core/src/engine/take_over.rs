@@ -48,7 +48,7 @@ impl<B: Backend> Drop for Taking<B> {
     fn drop(&mut self) {
         let Some(region) = &self.0 else { return };
         // Where one page gets no copy, others may.
-        let runs = region.pages().frame_runs(region.range());
+        let runs = region.frame_runs(region.range());
         for chunk in runs.into_iter().flat_map(|run| run.chunks(WINDOW_PAGES)) {
             let _ = unshare::unmerge(region, chunk, u32::MAX);
         }

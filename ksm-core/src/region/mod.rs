@@ -12,6 +12,7 @@
 mod anon_vma;
 mod flight;
 mod guard;
+mod holds;
 mod ids;
 mod interval;
 mod lease;
