@@ -75,7 +75,13 @@ impl<B: Backend> Nursling<B> {
             }
         }
         let merged = merged_pages(parent, range);
-        self.map(parent, &merged)?;
+        // Frames that somebody is emptying are for nobody to come to.
+        let emptied = parent.region().domain.sealed();
+        let (to_copy, to_map): (Vec<_>, Vec<_>) = merged
+            .iter()
+            .partition(|(_, frame, _)| emptied.contains(frame));
+        self.map(parent, &to_map)?;
+        self.copy(parent, to_copy.into_iter().map(|(page, ..)| page))?;
         let mut merged = merged.iter().map(|&(page, ..)| page).peekable();
         let shown = runs.iter().filter(|run| run.state != PageState::Zero);
         let mut own: Vec<_> = shown.map(|run| run.range).collect();
@@ -105,35 +111,10 @@ impl<B: Backend> Nursling<B> {
         let Some((page, frame)) = run.first else {
             return Ok(());
         };
-        let (mut page, mut frame, mut items) = (page, frame, &run.items[..]);
-        while !items.is_empty() {
-            // Counted first, as before any mapping: the frames stay.
-            let counted = parent.region().domain.add_clones(frame, items);
-            let (counted_items, rest) = items.split_at(counted as usize);
-            self.adopt(parent, page, frame, counted_items)?;
-            (page, frame, items) = (page.plus(counted.into()), frame.plus(counted), rest);
-            if !items.is_empty() {
-                // Somebody is emptying this frame.
-                self.copy(parent, PageRange::one(page).iter())?;
-                (page, frame, items) = (page.plus(1), frame.plus(1), &items[1..]);
-            }
-        }
-        Ok(())
-    }
-
-    /// Maps frames from `frame` on, on which the clone's pages are counted.
-    fn adopt(
-        &self,
-        parent: &RegionGuard<'_, B>,
-        page: PageIndex,
-        frame: FrameId,
-        items: &[ItemId],
-    ) -> Result<(), BackendError> {
         let (clone, domain) = (self.region(), &parent.region().domain);
-        let range = PageRange::new(page, items.len() as u64);
-        if range.is_empty() {
-            return Ok(());
-        }
+        let range = PageRange::new(page, run.items.len() as u64);
+        // Counted first, as before any mapping: the frames stay.
+        domain.add_clones(frame, &run.items);
         let guard = clone.lock().expect("nobody else knows of it");
         if guard.memory().adopt(range, &domain.store, frame).is_ok() {
             let parents = parent.region().pages();
@@ -141,7 +122,7 @@ impl<B: Backend> Nursling<B> {
             return Ok(());
         }
         drop(guard);
-        domain.remove_clones(frame, items);
+        domain.remove_clones(frame, &run.items);
         // No mapping is left for it: then each page is the clone's own.
         self.copy(parent, range.iter())
     }

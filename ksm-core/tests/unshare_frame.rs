@@ -11,7 +11,7 @@ use std::thread;
 use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
 use ksm_core::{Config, Error, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
-use step_hooks::at;
+use step_hooks::{at, times_taken};
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 const FIRST: PageIndex = PageIndex(0);
@@ -29,6 +29,11 @@ fn world() -> World {
         settle_passes: 0,
         ..Config::default()
     };
+    world_of(&sim, config)
+}
+
+fn world_of(sim: &SimBackend, config: Config) -> World {
+    let sim = sim.clone();
     let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
     let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
     World { sim, ksm, space }
@@ -56,23 +61,36 @@ impl World {
     }
 }
 
-/// A thread that stands at `step` of `call` until told to go on.
-fn stands_at(
-    step: Step,
-    call: impl FnOnce() + Send + 'static,
-) -> (mpsc::Sender<()>, thread::JoinHandle<()>) {
-    let (here, is_here) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
-    let thread = thread::spawn(move || {
-        set_hook(at(step, 1, move || {
-            here.send(()).unwrap();
-            let _ = may_go.recv();
-        }));
-        call();
-        set_hook(None);
-    });
-    is_here.recv().unwrap();
-    (go, thread)
+/// A thread that stands at a step until told to go on.
+struct Standing {
+    here: mpsc::Receiver<()>,
+    go: mpsc::Sender<()>,
+    thread: thread::JoinHandle<()>,
+}
+
+impl Standing {
+    /// At the `nth` time that `call` takes `step`.
+    fn at(step: Step, nth: usize, call: impl FnOnce() + Send + 'static) -> Self {
+        let (is_here, here) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            set_hook(at(step, nth, move || {
+                is_here.send(()).unwrap();
+                let _ = may_go.recv();
+            }));
+            call();
+            set_hook(None);
+        });
+        Self { here, go, thread }
+    }
+
+    fn is_there(&self) {
+        self.here.recv().unwrap();
+    }
+
+    fn go(&self) {
+        self.go.send(()).unwrap();
+    }
 }
 
 /// While the call waits for a busy region, a pass must not merge the pages that are
@@ -91,9 +109,10 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     world.passes(2);
     assert_eq!(world.sharers(last), 3);
     let ksm = Arc::clone(&world.ksm);
-    let (go, moving) = stands_at(Step::Stopped, move || {
+    let moving = Standing::at(Step::Stopped, 1, move || {
         drop(ksm.move_frame(busy, PageIndex(3)));
     });
+    moving.is_there();
     let ksm = Arc::clone(&world.ksm);
     let unsharing = thread::spawn(move || ksm.unshare_frame(last, FIRST));
     let waits_for_busy = |waiters| {
@@ -109,8 +128,8 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     let scanning = thread::spawn(move || ksm.scan(u64::MAX).unwrap());
     waits_for_busy(2);
     let shared = [first, last].map(|region| world.sharers(region));
-    go.send(()).unwrap();
-    moving.join().unwrap();
+    moving.go();
+    moving.thread.join().unwrap();
     scanning.join().unwrap();
     let unshared = unsharing.join().unwrap();
     assert!(shared.contains(&0), "merged again meanwhile: {shared:?}");
@@ -185,36 +204,86 @@ fn pages_that_cannot_be_copied_are_named() {
     assert_eq!(world.sharers(left), 3);
 }
 
-/// A clone that is made meanwhile maps the frame no longer than its maker's call.
+/// A clone that is made meanwhile maps the frame no longer than its maker's call, and
+/// what it maps is not overlooked.
 #[test]
 fn no_clone_is_left_with_a_frame_that_was_emptied() {
-    for _ in 0..30 {
-        let world = world();
-        let (_, parent) = world.guest(&(1..3000).collect::<Vec<_>>());
-        let (_, _twin) = world.guest(&[1]);
-        world.passes(2);
-        let frame = world.ksm.explain(parent, FIRST).unwrap().frame;
-        assert!(frame.is_some());
-        thread::scope(|scope| {
-            let forking = scope.spawn(|| {
-                let clone = world.sim.guest(2999);
-                let (ksm, space) = (&world.ksm, world.space);
-                ksm.fork_region(parent, space, clone, GUARDED).unwrap()
-            });
-            // Sooner or later beside the clone.
-            let done = world.ksm.unshare_frame(parent, FIRST);
-            if let Err(error) = done {
-                let is_hidden = matches!(
-                    &error,
-                    Error::FrameStillShared { pages: 1, sharers, .. } if sharers.is_empty()
-                );
-                assert!(is_hidden, "{error:?}");
-            }
-            let clone = forking.join().unwrap();
-            for region in [parent, clone] {
-                assert_ne!(world.ksm.explain(region, FIRST).unwrap().frame, frame);
-            }
-        });
-        world.ksm.check().unwrap();
+    const PAGES: u64 = 96;
+    let sim = SimBackend::new(SimConfig::default());
+    // A clone is made eight pages at a time.
+    let config = Config {
+        settle_passes: 0,
+        window_pages: 1,
+        ..Config::default()
+    };
+    let world = world_of(&sim, config);
+    let contents: Vec<_> = (1..=PAGES).collect();
+    let (_, parent) = world.guest(&contents);
+    let (_, twin) = world.guest(&[1]);
+    world.passes(3);
+    let fork = || {
+        let (ksm, space, source) = (Arc::clone(&world.ksm), world.space, sim.guest(PAGES));
+        move || ksm.fork_region(parent, space, source, GUARDED).unwrap()
+    };
+    // All its pages map frames now; and there are places for frames to move to.
+    let clone = fork()();
+    for region in [parent, clone] {
+        let pages = PageRange::new(PageIndex(1), 2);
+        world.ksm.discard(region, pages).unwrap();
     }
+    let again = fork();
+    let windows = times_taken(Step::Planned, || {
+        again();
+    });
+    let waits = |count: u64| {
+        while world.ksm.region_stats(parent).unwrap().lease_waits < count {
+            thread::yield_now();
+        }
+    };
+    let before = world.ksm.region_stats(parent).unwrap().lease_waits;
+    let frame = world.ksm.explain(twin, FIRST).unwrap().frame;
+    assert!(frame.is_some());
+    let moves = |page| {
+        let ksm = Arc::clone(&world.ksm);
+        Standing::at(Step::Stopped, 1, move || {
+            drop(ksm.move_frame(parent, PageIndex(page)));
+        })
+    };
+
+    // The parent's pages are all merged: its maker looks at them once more, and then
+    // takes eight pages, and then the next.
+    let last = fork();
+    let forking = Standing::at(Step::Planned, windows, move || {
+        last();
+    });
+    forking.is_there();
+    let first = moves(90);
+    waits(before + 1);
+    forking.go();
+    first.is_there();
+    waits(before + 2);
+    let second = moves(91);
+    waits(before + 3);
+    first.go();
+    second.is_there();
+    // The clone has its first pages, and waits for its turn to take more.
+    waits(before + 4);
+    let ksm = Arc::clone(&world.ksm);
+    let unsharing = thread::spawn(move || ksm.unshare_frame(twin, FIRST));
+    waits(before + 5);
+    second.go();
+    let done = unsharing.join().unwrap();
+    let Err(Error::FrameStillShared { pages, sharers, .. }) = done else {
+        panic!("the clone's page was overlooked: {done:?}");
+    };
+    assert_eq!((pages, sharers), (1, vec![]), "it has no place yet");
+    for standing in [forking, first, second] {
+        standing.thread.join().unwrap();
+    }
+    for region in world.ksm.regions_of(world.space).unwrap() {
+        let explained = world.ksm.explain(region, FIRST).unwrap();
+        assert_ne!(explained.frame, frame);
+    }
+    world.ksm.check().unwrap();
+    assert_eq!(world.ksm.regions_of(world.space).unwrap().len(), 5);
 }

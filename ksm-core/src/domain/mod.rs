@@ -166,20 +166,12 @@ impl<B: Backend> Domain<B> {
     }
 
     /// The same for pages of a clone, at the places of `items`, which are of the
-    /// frames from `first` on. Returns how many it counted: those in front of the
-    /// first frame that nobody may come to map.
-    pub(crate) fn add_clones(&self, first: FrameId, items: &[ItemId]) -> u32 {
-        let rmap = &mut self.sharing.lock().rmap;
-        let mut counted = 0;
-        for &item in items {
-            let frame = first.plus(counted);
-            if !rmap.node(frame).is_some_and(|node| node.live) {
-                break;
-            }
-            rmap.add_clone(frame, item);
-            counted += 1;
+    /// frames from `first` on.
+    pub(crate) fn add_clones(&self, first: FrameId, items: &[ItemId]) {
+        let mut sharing = self.sharing.lock();
+        for (frame, &item) in (first.0..).map(FrameId).zip(items) {
+            sharing.rmap.add_clone(frame, item);
         }
-        counted
     }
 
     /// Undoes [`Self::add_clones`] for mappings that did not come about.
