@@ -12,19 +12,7 @@ use crate::ram::Ram;
 use crate::report::{GuestReport, Report};
 use crate::usage::{Usage, anonymous_bytes};
 
-/// How guests stand.
-pub(crate) fn guest_reports(
-    rams: &[Ram],
-    merger: Option<&Merger>,
-) -> anyhow::Result<Vec<GuestReport>> {
-    let guests = rams.iter().enumerate();
-    let guests: Vec<_> = guests
-        .map(|(index, ram)| (index, None, ram.clone()))
-        .collect();
-    family_reports(&guests, merger)
-}
-
-/// How guests stand, and clones: those have a parent.
+/// How guests stand, and clones of them: those have a parent.
 pub(crate) fn family_reports(
     rams: &[(usize, Option<usize>, Ram)],
     merger: Option<&Merger>,

@@ -10,6 +10,7 @@ use crate::forks::ForkTally;
 use crate::guest::Tally;
 use crate::hotplug::HotplugTally;
 use crate::image::ImageTally;
+use crate::savings::saved_bytes;
 
 /// How one guest stands.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -44,11 +45,9 @@ impl GuestReport {
         tally: Tally,
         counters: Option<(&ksm_core::MemoryStats, &ksm_core::Stats)>,
     ) -> Self {
-        let (merged, zero, saved) = counters.map_or((0, 0, 0), |(mine, all)| {
-            let merging = mine.ksm_merging_pages;
-            let sharers = (all.pages_shared + all.pages_sharing).max(1);
-            let saved = mine.ksm_zero_pages + merging * all.pages_sharing / sharers;
-            (merging, mine.ksm_zero_pages, saved)
+        let (merged, zero, saved_bytes) = counters.map_or((0, 0, 0), |(mine, all)| {
+            let saved = saved_bytes(mine, all);
+            (mine.ksm_merging_pages, mine.ksm_zero_pages, saved)
         });
         Self {
             guest,
@@ -56,7 +55,7 @@ impl GuestReport {
             merged_bytes: bytes_in(merged),
             zero_bytes: bytes_in(zero),
             private_bytes: bytes_in(pages.saturating_sub(merged + zero)),
-            saved_bytes: bytes_in(saved),
+            saved_bytes,
             pages_checked: tally.pages_checked,
             stores_checked: tally.stores_checked,
             lost_pages: tally.lost_pages,

@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args, images: &[Image], host: Host) -> anyhow::Result<R
         host.mode(),
     );
     let caption = caption(args, pages);
-    let mut recorder = Recorder::new(args, cast.rams(), &caption)?;
+    let mut recorder = Recorder::of(args, cast.rams(), &caption)?;
     run_guests(&mut cast.guests, &cast.sides, Guest::fill, |_| {
         recorder.glance(None)
     })?;

@@ -1,10 +1,20 @@
-//! [`Savings`]: how much was saved when.
+//! How much was saved: whose it is, and when ([`Savings`]).
 
 use std::time::Duration;
+
+use ksm_core::page::bytes_in;
+use ksm_core::{MemoryStats, Stats};
 
 /// How much of the savings must be there for a run to count as settled, in
 /// percent.
 const SETTLED_PERCENT: u64 = 95;
+
+/// A guest's part of what is saved of `all` memory: each page that maps a frame has
+/// an equal part in it.
+pub(crate) fn saved_bytes(mine: &MemoryStats, all: &Stats) -> u64 {
+    let sharers = (all.pages_shared + all.pages_sharing).max(1);
+    bytes_in(mine.ksm_zero_pages + mine.ksm_merging_pages * all.pages_sharing / sharers)
+}
 
 /// Savings over time.
 #[derive(Debug, Default)]

@@ -27,6 +27,14 @@ impl Folder {
         folder
     }
 
+    /// What a file holds that is gone then.
+    fn take(&self, name: &str) -> String {
+        let path = self.0.join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        text
+    }
+
     fn console(&self, guest: usize) -> String {
         std::fs::read_to_string(self.0.join(format!("guest-{guest}.log"))).unwrap()
     }
@@ -89,7 +97,7 @@ fn guests_are_merged_and_go_on() {
     let folder = Folder::new("merged", &tiny_kernel::elf());
     for turns in ["", "--one-at-a-time"] {
         let args = format!(
-            "--guests 3 --mem 16M --boot-marker ready --beat-marker beat --seconds 5 {turns}"
+            "--guests 3 --mem 16M --boot-marker ready --beat-marker beat --seconds 5 --plot memory.svg --metrics ksm.prom {turns}"
         );
         let report = report(&mini_vmm(&folder.0, "beat", &args));
         assert_eq!(report["engine"], "linux", "{report}");
@@ -105,6 +113,16 @@ fn guests_are_merged_and_go_on() {
         }
         let lines = folder.console(2);
         assert!(lines.contains("ramdisk: \n"), "there is none: {lines}");
+        let [plot, metrics] = ["memory.svg", "ksm.prom"].map(|name| folder.take(name));
+        assert!(plot.contains("guest 2"), "{plot}");
+        let merged = metrics.lines().filter_map(|line| {
+            let value = line
+                .strip_prefix("ksm_guest_merging_pages{")?
+                .rsplit(' ')
+                .next()?;
+            value.parse::<u64>().ok()
+        });
+        assert!(merged.sum::<u64>() >= 3 * tiny_kernel::PAGES, "{metrics}");
     }
 }
 

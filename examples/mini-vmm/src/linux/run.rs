@@ -19,6 +19,7 @@ use crate::host::Host;
 use crate::ksmd::Ksmd;
 use crate::kvm_slots::advise_huge;
 use crate::merger::Merger;
+use crate::recorder::Recorder;
 use crate::report::Shown;
 use crate::usage::Usage;
 
@@ -30,6 +31,7 @@ const NEWS: Duration = Duration::from_secs(5);
 /// Runs Linux guests as `args` say, on what `host` has.
 pub(crate) fn run(args: &Args, mut host: Host) -> anyhow::Result<Shown> {
     let stage = stage(args, &host)?;
+    let mut recorder = Recorder::new(args, memories(&stage), &caption(args))?;
     eprintln!(
         "{} Linux guests of {} MiB boot",
         args.guests(),
@@ -81,7 +83,8 @@ pub(crate) fn run(args: &Args, mut host: Host) -> anyhow::Result<Shown> {
             kernels,
         ));
     }
-    perform(args, &stage, merger.as_ref())?;
+    recorder.begin_work(args, merger.as_ref())?;
+    perform(args, &stage, merger.as_ref(), &mut recorder)?;
     for (mine, guest) in report.by_guest.iter_mut().zip(stage.guests()) {
         mine.beats_meanwhile = guest.watch().beats() - mine.beats_before;
     }
@@ -90,6 +93,7 @@ pub(crate) fn run(args: &Args, mut host: Host) -> anyhow::Result<Shown> {
         count(&mut report, merger)?;
     }
     measure(&mut report, merger.as_ref())?;
+    recorder.finish(merger.as_ref())?;
     if args.linux.beat_marker.is_some() {
         let beats = stage.beat(BEATS_AFTER)?;
         for (mine, beats) in report.by_guest.iter_mut().zip(beats) {
@@ -174,7 +178,12 @@ fn settle(args: &Args, merger: &Merger) -> anyhow::Result<()> {
 }
 
 /// Lets guests work and memory be merged until the time is up.
-fn perform(args: &Args, stage: &Stage, merger: Option<&Merger>) -> anyhow::Result<()> {
+fn perform(
+    args: &Args,
+    stage: &Stage,
+    merger: Option<&Merger>,
+    recorder: &mut Recorder,
+) -> anyhow::Result<()> {
     let scanner = merger.map(Merger::start).transpose()?.flatten();
     let mut last = Instant::now();
     let time = Duration::from_secs(args.seconds.into());
@@ -183,7 +192,7 @@ fn perform(args: &Args, stage: &Stage, merger: Option<&Merger>) -> anyhow::Resul
             last = Instant::now();
             tell(stage, merger)?;
         }
-        Ok(())
+        recorder.glance(merger)
     });
     if let Some(scanner) = scanner {
         Dedup::stop_scanner(scanner)?;
@@ -232,6 +241,16 @@ fn measure(report: &mut LinuxReport, merger: Option<&Merger>) -> anyhow::Result<
     report.resident_after_bytes = after.resident_bytes;
     report.vmas = after.vmas;
     Ok(())
+}
+
+/// What stands above the picture.
+fn caption(args: &Args) -> String {
+    let mib = bytes_in(args.mem.pages()) >> 20;
+    let kernel = kernel_name(args);
+    format!(
+        "mini-vmm: {} guests of {mib} MiB run {kernel}",
+        args.guests()
+    )
 }
 
 fn kernel_name(args: &Args) -> String {
