@@ -47,7 +47,13 @@ impl<B: Backend> Nursling<'_, B> {
             }
         }
         let merged = merged_pages(parent, range);
-        self.map(parent, &merged, &mut ration)?;
+        // Frames that somebody is emptying are for nobody to come to.
+        let emptied = parent.region().domain.sealed();
+        let is_emptied = |&(_, frame, _): &Merged| emptied.contains(&frame);
+        let (to_copy, to_map): (Vec<Merged>, Vec<Merged>) =
+            merged.iter().copied().partition(is_emptied);
+        self.map(parent, &to_map, &mut ration)?;
+        self.copy(parent, to_copy.into_iter().map(|(page, ..)| page))?;
         let mut merged = merged.iter().map(|&(page, ..)| page).peekable();
         let shown = runs.iter().filter(|run| run.state != PageState::Zero);
         let mut own: Vec<_> = shown.map(|run| run.range).collect();

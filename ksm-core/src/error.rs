@@ -5,6 +5,7 @@ use std::io;
 
 use thiserror::Error;
 
+use crate::engine::Sharer;
 use crate::page::PageRange;
 use crate::region::{DomainId, RegionId, SpaceId};
 
@@ -230,6 +231,22 @@ pub enum Error {
         needed: u64,
         /// How many are left.
         left: u64,
+    },
+    /// Some pages still map the frame that was to be taken from all
+    /// ([`Ksm::unshare_frame`](crate::Ksm::unshare_frame)). Nobody comes to map it
+    /// any more.
+    #[error("{pages} pages still map the frame, {} of which the host has refused a copy", sharers.len())]
+    FrameStillShared {
+        /// How many.
+        pages: u64,
+        /// Those of them that the host has refused a copy. The others are out of
+        /// reach: of regions that are just being made, or gone with their pages
+        /// merged.
+        sharers: Vec<Sharer>,
+        /// What the host said last; [`BackendError::Again`] where it refused
+        /// nothing.
+        #[source]
+        source: BackendError,
     },
     /// A piece of memory was refused.
     #[error(transparent)]

@@ -107,6 +107,14 @@ impl Frames {
         Some(FrameId(first))
     }
 
+    /// Takes the lowest free number, if there is one below `frame`.
+    pub(crate) fn allot_below(&mut self, frame: FrameId) -> Option<FrameId> {
+        let lowest = self.free.keys().next().copied();
+        let number = lowest.filter(|&number| number < frame.0)?;
+        self.take(number);
+        Some(FrameId(number))
+    }
+
     /// Gives a number back.
     pub(crate) fn release(&mut self, frame: FrameId) {
         debug_assert!(frame.0 < self.end && !self.is_free(frame.0));
@@ -256,6 +264,23 @@ mod tests {
         }
         assert_eq!(frames.allot_block(), Some(FrameId(BLOCK)));
         assert_eq!(block_of(FrameId(2 * BLOCK - 1)), FrameId(BLOCK));
+    }
+
+    #[test]
+    fn the_lowest_number_is_taken_however_short_the_gap() {
+        let mut frames = Frames::default();
+        let mut previous = None;
+        for _ in 0..10 {
+            previous = frames.allot(previous, None);
+        }
+        for number in [6, 2] {
+            frames.release(FrameId(number));
+        }
+        assert_eq!(frames.allot_below(FrameId(9)), Some(FrameId(2)));
+        assert_eq!(frames.allot_below(FrameId(5)), None);
+        assert_eq!(frames.allot_below(FrameId(9)), Some(FrameId(6)));
+        assert_eq!(frames.allot_below(FrameId(9)), None, "none is free");
+        assert_eq!(frames.taken(), 10);
     }
 
     #[test]

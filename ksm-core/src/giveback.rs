@@ -208,14 +208,9 @@ fn take_off_frames<B: Backend>(
     if left > 0 {
         return Err(error.unwrap_or(BackendError::Again));
     }
-    let frames = region.pages().frame_runs(chunk);
+    let frames = region.frame_runs(chunk);
     let done = unshare::restore_runs(guard, &frames);
-    let kept: u64 = region
-        .pages()
-        .frame_runs(chunk)
-        .iter()
-        .map(|run| run.len())
-        .sum();
+    let kept: u64 = region.frame_runs(chunk).iter().map(|run| run.len()).sum();
     let taken: u64 = frames.iter().map(|run| run.len()).sum();
     region.tally().pages_given_back += taken.saturating_sub(kept);
     for page in merged.into_iter().flat_map(PageRange::iter) {

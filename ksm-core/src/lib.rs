@@ -162,9 +162,9 @@ mod walk;
 
 pub use backend::RegionOptions;
 pub use config::{Config, LockPolicy};
-pub use engine::{Explanation, Ksm, Quiesced, Sharer, SharingMatrix, Target};
+pub use engine::{Explanation, FrameMove, Ksm, Quiesced, Sharer, SharingMatrix, Target};
 pub use error::{Error, MemfdFault, RegisterError};
 pub use outcome::{Outcome, OutcomeCounts};
-pub use page::{PAGE_SIZE, PageIndex, PageRange};
+pub use page::{FrameId, PAGE_SIZE, PageIndex, PageRange};
 pub use region::{DomainId, PinGuard, RegionId, SpaceId};
 pub use stats::{MemoryStats, ScanReport, Stats};

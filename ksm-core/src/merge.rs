@@ -155,7 +155,8 @@ fn note_refused(held: &Held, first: PageIndex, outcomes: &mut [Outcome]) {
     }
 }
 
-fn refused(error: &BackendError) -> Outcome {
+/// What becomes of a page for which a call to the host failed.
+pub(crate) fn refused(error: &BackendError) -> Outcome {
     match error {
         BackendError::NoVmas => Outcome::NoVmas,
         BackendError::OutOfMemory => Outcome::NoMemory,

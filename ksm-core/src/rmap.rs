@@ -7,7 +7,7 @@
 //! says for how many. Items live in a slab and are linked by index: 16 bytes each.
 
 use crate::fingerprint::Fingerprint;
-use crate::page::FrameId;
+use crate::page::{FrameId, FrameRange};
 use crate::region::Place;
 
 /// An rmap_item's number. Below 0xff00_0000, so that a page's record can hold
@@ -267,12 +267,17 @@ impl Rmap {
         1 + self.clones.get(item.0 as usize).copied().unwrap_or(0)
     }
 
-    /// The first frame from `frame` on that has sharers.
-    pub(crate) fn shared_from(&self, frame: FrameId) -> Option<FrameId> {
-        let nodes = self.nodes.get(frame.0 as usize..)?;
-        let shared = |node: &Option<StableNode>| node.is_some_and(|node| node.sharers > 0);
-        let place = nodes.iter().position(shared)?;
-        Some(frame.plus(u32::try_from(place).ok()?))
+    /// The frames from `start` on that may have a node, at most `len`.
+    pub(crate) fn frames_from(&self, start: FrameId, len: u32) -> FrameRange {
+        let behind = self.nodes.len().saturating_sub(start.0 as usize);
+        let len = u32::try_from(behind).map_or(len, |behind| behind.min(len));
+        FrameRange { start, len }
+    }
+
+    /// The first of `frames` that has sharers.
+    pub(crate) fn shared_in(&self, frames: FrameRange) -> Option<FrameId> {
+        let has_sharers = |frame| self.node(frame).is_some_and(|node| node.sharers > 0);
+        frames.iter().find(|&frame| has_sharers(frame))
     }
 
     /// Frames with at least one sharer: `pages_shared`.
@@ -353,6 +358,23 @@ mod tests {
         assert_eq!(rmap.unname(FrameId(4)), 2);
         let again = add(&mut rmap, 9);
         assert_eq!(again, items[0], "a freed item is used again");
+    }
+
+    #[test]
+    fn shared_frames_are_looked_for_piece_by_piece() {
+        let mut rmap = rmap();
+        add(&mut rmap, 1);
+        rmap.add_node(FrameId(9), Fingerprint(2), false);
+        let range = |start, len| FrameRange {
+            start: FrameId(start),
+            len,
+        };
+        assert_eq!(rmap.frames_from(FrameId(0), 3), range(0, 3));
+        assert_eq!(rmap.frames_from(FrameId(6), 100), range(6, 4));
+        assert_eq!(rmap.frames_from(FrameId(10), 3).len, 0);
+        assert_eq!(rmap.shared_in(range(0, 4)), None);
+        assert_eq!(rmap.shared_in(range(0, 5)), Some(FrameId(4)));
+        assert_eq!(rmap.shared_in(range(5, 5)), None, "known, but not shared");
     }
 
     #[test]

@@ -21,6 +21,9 @@ pub(crate) struct Sharing {
     /// Sharers that are out of our hands for good: what they map is never given
     /// back.
     pub(crate) forsaken: HashMap<FrameId, u32>,
+    /// Frames that nobody may come to map, though pages did when they were last
+    /// looked at.
+    pub(crate) sealed: Vec<FrameId>,
     /// Blocks of equal frames, by their first number.
     pub(crate) blocks: HashMap<FrameId, Block>,
     /// The frames of each content that has, or had, more than one.

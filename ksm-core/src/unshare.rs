@@ -35,7 +35,7 @@ pub(crate) fn unmerge<B: Backend>(
     let runs = {
         // A merge under way is written down before its lease is free.
         let _guard = region.lock()?;
-        region.pages().frame_runs(range)
+        region.frame_runs(range)
     };
     for chunk in chunks(&runs) {
         let mut tries = 0;
@@ -99,6 +99,25 @@ pub(crate) fn break_cow<B: Backend>(
     (before - left, left, error)
 }
 
+/// Gives one merged page a copy of its own.
+///
+/// # Errors
+/// What the host says, and it is merged still.
+pub(crate) fn unmerge_page<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    page: PageIndex,
+) -> Result<(), BackendError> {
+    let mut said = None;
+    for _ in 0..TRIES {
+        let (_, left, error) = break_cow(guard, PageRange::one(page), u32::MAX);
+        if left == 0 {
+            return Ok(());
+        }
+        said = error.or(said);
+    }
+    Err(said.unwrap_or(BackendError::Again))
+}
+
 fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
     merged_runs(guard, range).iter().map(|run| run.len()).sum()
 }
@@ -143,12 +162,12 @@ fn note_copies<B: Backend>(
 /// mapping of a frame is left. All DMA to the region must be guarded.
 pub(crate) fn restore<B: Backend>(region: &Region<B>, range: PageRange) -> Result<(), Error> {
     let cap = region.max_stop();
-    let runs = region.pages().frame_runs(range);
+    let runs = region.frame_runs(range);
     for chunk in runs.into_iter().flat_map(|run| run.chunks(cap)) {
         let mut tries = 0;
         loop {
             let guard = region.lock()?;
-            let left = region.pages().frame_runs(chunk);
+            let left = region.frame_runs(chunk);
             if left.is_empty() {
                 guard.memory().rest();
                 break;
@@ -201,7 +220,7 @@ pub(crate) fn discard_held<B: Backend>(
     range: PageRange,
 ) -> Result<(), BackendError> {
     let mut from = range.start;
-    let frames = guard.region().pages().frame_runs(range);
+    let frames = guard.region().frame_runs(range);
     for run in frames {
         discard_run(guard, from, run.start, Backing::Own)?;
         discard_run(guard, run.start, run.end, Backing::Frame)?;
@@ -255,6 +274,6 @@ fn discard_run<B: Backend>(
     }
     guard.memory().discard(range, backing)?;
     guard.note_own(range);
-    guard.region().pages().forget(range);
+    guard.region().forget(range);
     Ok(())
 }

@@ -46,18 +46,59 @@ impl<B: Backend> Walk<'_, B> {
         frame: FrameId,
         mut visit: impl FnMut(&Arc<Region<B>>, PageIndex) -> ControlFlow<()>,
     ) -> WalkCost {
+        self.items(
+            frame,
+            |_| None,
+            |region, page, item| {
+                if maps(region, page, frame, item) {
+                    return visit(region, page);
+                }
+                ControlFlow::Continue(())
+            },
+        )
+    }
+
+    /// The pages that map `frame`, and those that somebody may be about to let map
+    /// it: pages where it is counted, of regions whose lease is held. `leaving` may
+    /// know regions that the layout does not.
+    pub(crate) fn sharers_and_comers(
+        &self,
+        frame: FrameId,
+        leaving: impl Fn(RegionId) -> Option<Arc<Region<B>>>,
+    ) -> Vec<(Arc<Region<B>>, PageIndex)> {
+        let mut found = Vec::new();
+        self.items(frame, leaving, |region, page, item| {
+            // In this order: who has given the lease up has written the record.
+            if region.is_busy() || maps(region, page, frame, item) {
+                found.push((Arc::clone(region), page));
+            }
+            ControlFlow::Continue(())
+        });
+        found
+    }
+
+    /// Shows the pages at the places of the items of `frame`, each with its item.
+    fn items(
+        &self,
+        frame: FrameId,
+        leaving: impl Fn(RegionId) -> Option<Arc<Region<B>>>,
+        mut visit: impl FnMut(&Arc<Region<B>>, PageIndex, ItemId) -> ControlFlow<()>,
+    ) -> WalkCost {
         let mut cost = WalkCost::default();
         let mut items = self.domain.items_of(frame).into_iter();
-        let _ = items.try_for_each(|item| self.pages_of(frame, item, &mut cost, &mut visit));
+        let _ = items.try_for_each(|(item, place)| {
+            let mut of_item = |region: &Arc<Region<B>>, page| visit(region, page, item);
+            self.pages_at(place, &mut cost, &leaving, &mut of_item)
+        });
         self.domain.note_walk(cost);
         cost
     }
 
-    fn pages_of(
+    fn pages_at(
         &self,
-        frame: FrameId,
-        (item, place): (ItemId, Place),
+        place: Place,
         cost: &mut WalkCost,
+        leaving: &impl Fn(RegionId) -> Option<Arc<Region<B>>>,
         visit: &mut impl FnMut(&Arc<Region<B>>, PageIndex) -> ControlFlow<()>,
     ) -> ControlFlow<()> {
         let (anon_vma, pgoff) = place.parts();
@@ -75,17 +116,13 @@ impl<B: Backend> Walk<'_, B> {
             let regions = self.layout.regions();
             let (mut lost, mut done) = (false, ControlFlow::Continue(()));
             cost.add(anon_vma.walk(range, |_, id| {
-                let Some(region) = regions.get(id) else {
+                let Some(region) = regions.get(id).cloned().or_else(|| leaving(id)) else {
                     lost = true;
                     return ControlFlow::Continue(());
                 };
-                let Some(page) = region.page_at(pgoff).filter(|_| !shown.contains(&id)) else {
-                    return ControlFlow::Continue(());
-                };
-                let record = region.pages().get(page);
-                if record.frame == Some(frame) && record.class == Class::Merged(item) {
+                if let Some(page) = region.page_at(pgoff).filter(|_| !shown.contains(&id)) {
                     shown.push(id);
-                    done = visit(region, page);
+                    done = visit(&region, page);
                 }
                 done
             }));
@@ -127,4 +164,9 @@ impl<B: Backend> Walk<'_, B> {
             });
         found
     }
+}
+
+fn maps<B: Backend>(region: &Region<B>, page: PageIndex, frame: FrameId, item: ItemId) -> bool {
+    let record = region.pages().get(page);
+    record.frame == Some(frame) && record.class == Class::Merged(item)
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
+use ksm_core::{Config, FrameId, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
 use step_hooks::{at, vanishes_at};
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
@@ -161,9 +161,13 @@ fn quiesce_holds_the_parts_of_what_is_split() {
         .each_ref()
         .map(|guest| world.register(guest, GUARDED));
     world.passes(2);
+    // A place for a frame to go to.
+    for region in regions {
+        world.ksm.discard(region, range(0, 1)).unwrap();
+    }
     let ksm = Arc::clone(&world.ksm);
     let (go, moving) = stands_at(Step::Stopped, move || {
-        drop(ksm.move_frame(regions[0], PageIndex(0)));
+        drop(ksm.move_frame(regions[0], PageIndex(7)));
     });
     let ksm = Arc::clone(&world.ksm);
     let splitting = thread::spawn(move || ksm.split(regions[1], PageIndex(4)).unwrap());
@@ -273,19 +277,23 @@ fn a_frame_moves_with_all_its_clones() {
     };
     let ksm = Ksm::new(sim.clone(), config).unwrap();
     let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    let guest = sim.guest(1);
-    guest.write(PageIndex(0), &pattern(7));
+    let guest = sim.guest(2);
+    guest.write(PageIndex(0), &pattern(6));
+    guest.write(PageIndex(1), &pattern(7));
     let parent = ksm.register(space, guest, GUARDED).unwrap();
+    let mut clones = vec![parent];
     for _ in 0..8 {
-        ksm.fork_region(parent, space, sim.guest(1), GUARDED)
-            .unwrap();
+        let clone = ksm.fork_region(parent, space, sim.guest(2), GUARDED);
+        clones.push(clone.unwrap());
     }
-    assert_eq!(ksm.sharers(parent, PageIndex(0)).unwrap().len(), 9);
-    let moved = ksm.move_frame(parent, PageIndex(0)).unwrap();
-    assert_eq!(
-        (moved, ksm.stats().pages_shared + ksm.stats().pages_sharing),
-        (9, 9)
-    );
+    for &clone in &clones {
+        ksm.discard(clone, range(0, 1)).unwrap();
+    }
+    assert_eq!(ksm.sharers(parent, PageIndex(1)).unwrap().len(), 9);
+    let moved = ksm.move_frame(parent, PageIndex(1)).unwrap().unwrap();
+    assert_eq!((moved.to, moved.moved), (FrameId(0), 9));
+    assert_eq!(ksm.stats().pages_shared + ksm.stats().pages_sharing, 9);
+    ksm.check().unwrap();
 }
 
 /// Two large guests that share all they have, while a thread splits the first.

@@ -1,14 +1,21 @@
 //! From a frame to the pages that map it, on the simulated backend.
 #![allow(clippy::unwrap_used)]
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
-use ksm_core::{Config, Error, Ksm, PageIndex, RegionId, RegionOptions, Sharer, SpaceId};
+use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::{
+    Config, Error, FrameId, FrameMove, Ksm, Outcome, PageIndex, PageRange, RegionId, RegionOptions,
+    Sharer, SpaceId,
+};
 
 struct World {
     ksm: Ksm<SimBackend>,
     spaces: Vec<SpaceId>,
     regions: Vec<RegionId>,
     guests: Vec<SimGuest>,
+}
+
+fn one(page: u64) -> PageRange {
+    PageRange::one(PageIndex(page))
 }
 
 /// Guests of which each has the pages that `contents` gives, by page.
@@ -53,6 +60,23 @@ impl World {
             self.ksm.scan(u64::MAX).unwrap();
         }
         self.ksm.check().unwrap();
+    }
+
+    fn frame(&self, guest: usize, page: u64) -> Option<FrameId> {
+        let explained = self.ksm.explain(self.regions[guest], PageIndex(page));
+        explained.unwrap().frame
+    }
+
+    /// Lets no page name the frame any more that all guests have at `page`.
+    fn free_frame_of(&self, page: u64) {
+        for &region in &self.regions {
+            self.ksm.discard(region, one(page)).unwrap();
+        }
+    }
+
+    fn move_frame(&self, guest: usize, page: u64) -> Option<FrameMove> {
+        let page = PageIndex(page);
+        self.ksm.move_frame(self.regions[guest], page).unwrap()
     }
 
     fn sharers(&self, guest: usize, page: u64) -> Vec<Sharer> {
@@ -135,16 +159,19 @@ fn a_frame_can_be_taken_from_all_who_share_it() {
 fn a_frame_moves_with_all_who_share_it() {
     let world = world(Config::default(), 5, 8, |_, page| page + 1);
     world.passes(2);
+    // Somewhere to go to.
+    world.free_frame_of(0);
     let bytes = world.ksm.store_bytes().unwrap();
     let sharers = world.sharers(3, 2);
-    let moved = world.ksm.move_frame(world.regions[3], PageIndex(2));
-    assert_eq!(moved.unwrap(), 5);
+    let moved = world.move_frame(3, 2).unwrap();
+    assert_eq!((moved.from, moved.to), (FrameId(2), FrameId(0)));
+    assert_eq!((moved.moved, moved.stayed.len()), (5, 0));
     world.ksm.check().unwrap();
     assert_eq!(world.sharers(3, 2), sharers);
     assert_eq!(world.ksm.store_bytes().unwrap(), bytes);
     // Its neighbours' run is cut: the frame is another one.
     let vmas = |guest: usize| world.ksm.region_stats(world.regions[guest]).unwrap().vmas;
-    assert_eq!(vmas(0), 2);
+    assert_eq!(vmas(0), 3);
     // Whoever comes is merged with the frame where it is now.
     world.guests[0].write(PageIndex(5), &pattern(3));
     world.passes(2);
@@ -154,14 +181,78 @@ fn a_frame_moves_with_all_who_share_it() {
     }
 }
 
+/// Every gap is filled, however short, until nothing is left in the upper half.
+#[test]
+fn a_store_is_compacted() {
+    let pages = 200;
+    let world = world(Config::default(), 2, pages, |_, page| page + 1);
+    world.passes(2);
+    for page in (0..pages).step_by(2) {
+        world.free_frame_of(page);
+    }
+    let half = FrameId(100);
+    for page in (1..pages).step_by(2) {
+        if world.frame(0, page) >= Some(half) {
+            let moved = world.move_frame(0, page).unwrap();
+            assert!(moved.to < half, "{moved:?}");
+            assert_eq!(moved.moved, 2);
+        }
+    }
+    world.ksm.check().unwrap();
+    for page in (1..pages).step_by(2) {
+        assert!(world.frame(1, page) < Some(half));
+        assert_eq!(world.guests[1].read(PageIndex(page)), *pattern(page + 1));
+    }
+    assert_eq!(world.move_frame(0, 1), None, "no place is free below");
+}
+
+/// What cannot move stays, or has a copy; it keeps nobody else.
+#[test]
+fn a_frame_moves_without_those_that_cannot() {
+    let world = world(Config::default(), 5, 4, |_, page| page + 1);
+    world.passes(2);
+    world.free_frame_of(0);
+    let sim = world.ksm.backend();
+    let pin = world.ksm.pin(world.regions[1], one(3));
+    // A pin breaks COW: then the page is merged no longer.
+    assert_eq!(world.sharers(0, 3).len(), 4);
+    drop(pin);
+    world.passes(2);
+    assert_eq!(world.sharers(0, 3).len(), 5);
+    sim.fail_often(Call::Populate, Failure::OutOfMemory, 1000);
+    let moved = world.move_frame(0, 3).unwrap();
+    assert_eq!((moved.moved, moved.stayed.len()), (0, 5));
+    assert!(
+        moved
+            .stayed
+            .iter()
+            .all(|(_, why)| *why == Outcome::NoMemory)
+    );
+    sim.no_failures();
+    // The third that is merged finds no mapping left, and goes back.
+    sim.fail_nth(Call::Share, Failure::NoVmas, 3);
+    let moved = world.move_frame(0, 3).unwrap();
+    assert_eq!((moved.moved, moved.stayed.len()), (4, 1), "{moved:?}");
+    assert_eq!(moved.stayed[0].1, Outcome::NoVmas);
+    world.ksm.check().unwrap();
+    let frames = [0, 1, 2, 3, 4].map(|guest| world.frame(guest, 3));
+    let old = frames.iter().filter(|&&frame| frame == Some(moved.from));
+    assert_eq!(old.count(), 1, "{frames:?}");
+    for guest in &world.guests {
+        assert_eq!(guest.read(PageIndex(3)), *pattern(4));
+    }
+}
+
 /// Where nobody may be moved the frame stays, and is found as before.
 #[test]
 fn a_frame_that_nobody_moves_with_stays() {
     let options = RegionOptions { dma_guarded: false };
     let world = world_of(options, Config::default(), 2, 4, |_, page| page + 1);
     world.passes(2);
-    let moved = world.ksm.move_frame(world.regions[0], PageIndex(1));
-    assert_eq!(moved.unwrap(), 0);
+    world.free_frame_of(0);
+    let moved = world.move_frame(0, 1).unwrap();
+    assert_eq!((moved.moved, moved.stayed.len()), (0, 2));
+    assert_eq!(moved.stayed[0].1, Outcome::CopiedUnguarded);
     world.ksm.check().unwrap();
     assert_eq!(world.ksm.stats().stable_node_dups, 0);
     assert_eq!(world.sharers(0, 1).len(), 2);

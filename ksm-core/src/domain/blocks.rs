@@ -88,14 +88,12 @@ impl<B: Backend> Plan<'_, B> {
             self.domain.keys.fingerprint(&buf),
             self.domain.keys.digest(&buf),
         );
-        if self
-            .domain
-            .stable
-            .find_exact(fingerprint, &digest)
-            .is_some()
-        {
-            self.domain.stable.remove(fingerprint, &digest);
-            self.domain.stable.insert(fingerprint, digest, frame);
+        // Only what is live stands in the tree, which this lock guards.
+        let sharing = self.domain.sharing.lock();
+        let is_live = sharing.rmap.node(frame).is_some_and(|node| node.live);
+        let stable = &self.domain.stable;
+        if is_live && stable.remove(fingerprint, &digest).is_some() {
+            stable.insert(fingerprint, digest, frame);
         }
     }
 

@@ -4,6 +4,7 @@
 mod blocks;
 mod check;
 mod plan;
+mod seal;
 
 pub(crate) use plan::Plan;
 
@@ -20,6 +21,9 @@ use crate::unstable::UnstableTree;
 
 /// Frames that are given back under one hold of the lock.
 const SWEPT_AT_ONCE: usize = 32;
+
+/// Frames that are looked at under one hold of the lock.
+const LOOKED_AT_AT_ONCE: u32 = 4096;
 
 /// One domain's secrets, trees, frames and reverse map.
 #[derive(Debug)]
@@ -258,9 +262,18 @@ impl<B: Backend> Domain<B> {
         }
     }
 
-    /// The first frame from `frame` on that pages share.
-    pub(crate) fn shared_from(&self, frame: FrameId) -> Option<FrameId> {
-        self.sharing.lock().rmap.shared_from(frame)
+    /// The first frame from `frame` on that pages share. However far it is, the lock
+    /// is held for short only.
+    pub(crate) fn shared_from(&self, mut frame: FrameId) -> Option<FrameId> {
+        loop {
+            let sharing = self.sharing.lock();
+            let some = sharing.rmap.frames_from(frame, LOOKED_AT_AT_ONCE);
+            let found = sharing.rmap.shared_in(some);
+            if found.is_some() || some.len == 0 {
+                return found;
+            }
+            frame = frame.plus(some.len);
+        }
     }
 
     pub(crate) fn note_walk(&self, cost: WalkCost) {

@@ -7,7 +7,7 @@ use crate::fault::{self, Step};
 use crate::fingerprint::{Digest, Fingerprint};
 use crate::frames::Planner;
 use crate::page::{FrameId, PageBuf};
-use crate::rmap::StableNode;
+use crate::sharing::Sharing;
 
 /// How often a plan lets others run while another one makes the frame that it is
 /// after: that takes as long as a page is written.
@@ -100,31 +100,36 @@ impl<B: Backend> Plan<'_, B> {
     }
 
     /// Another frame of the content of `frame`, which later pages of it are to
-    /// find. `None` where there is none to be had.
-    pub(crate) fn copy_of(&self, frame: FrameId) -> Option<FrameId> {
-        let fingerprint = {
-            let sharing = self.domain.sharing.lock();
-            let node = sharing.rmap.node(frame)?;
-            node.live.then_some(node.fingerprint)?
+    /// find: the lowest that is free. `None` if none below `frame` is, or `frame` is
+    /// given back or emptied.
+    pub(crate) fn copy_below(&self, frame: FrameId) -> Result<Option<FrameId>, BackendError> {
+        let node_of =
+            |sharing: &Sharing| sharing.rmap.node(frame).filter(|node| node.live).copied();
+        let Some(node) = node_of(&self.domain.sharing.lock()) else {
+            return Ok(None);
         };
+        let fingerprint = node.fingerprint;
         let mut buf = PageBuf::zeroed();
-        self.domain.store.read(frame, &mut buf).ok()?;
+        self.domain.store.read(frame, &mut buf)?;
         // It may have been given back meanwhile.
         if self.domain.keys.fingerprint(&buf) != fingerprint {
-            return None;
+            return Ok(None);
         }
         let copy = {
             let mut sharing = self.domain.sharing.lock();
-            let same = |node: &StableNode| node.live && node.fingerprint == fingerprint;
-            sharing.rmap.node(frame).filter(|node| same(node))?;
-            let copy = sharing.frames.allot(None, self.planner)?;
+            if node_of(&sharing).is_none_or(|node| node.fingerprint != fingerprint) {
+                return Ok(None);
+            }
+            let Some(copy) = sharing.frames.allot_below(frame) else {
+                return Ok(None);
+            };
             sharing.add_loose(copy, fingerprint, false, self.planner);
             sharing.note_copy(fingerprint, frame, copy);
             copy
         };
-        self.fill(copy, &buf).ok()?;
+        self.fill(copy, &buf)?;
         self.stand_for(copy);
-        Some(copy)
+        Ok(Some(copy))
     }
 
     /// Fills a frame that was just allotted, so that pages may come to map it.

@@ -62,7 +62,7 @@ impl<B: Backend> Ksm<B> {
         self.freeze(&parent)?;
         let mut pledge = Pledge::new(&self.vmas);
         let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
-        loop {
+        let id = loop {
             let _layout = self.layout_turn()?;
             let guard = parent.lock()?;
             if let Some(chunk) = chunks.next() {
@@ -70,16 +70,18 @@ impl<B: Backend> Ksm<B> {
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
-                let id = self.layout.add_region(space, |_| {
+                let region = self.layout.add_region(space, |_| {
                     let region = clone.ready();
                     region.anon_vma.add(region.linear_range(), region.id);
                     Ok(region)
                 })?;
                 fault::point(Step::Known);
-                trace::cloned(parent.id, id.id, space);
-                return Ok(id.id);
+                break region.id;
             }
-        }
+        };
+        self.empty_sealed(&parent.domain);
+        trace::cloned(parent.id, id, space);
+        Ok(id)
     }
 
     /// Clones a chunk of pages, the next ones, with as many mappings as its parent has

@@ -14,7 +14,9 @@ mod retired;
 mod sharers;
 mod take_over;
 mod turn;
+mod unshare_frame;
 
+pub use move_frame::FrameMove;
 pub use quiesce::Quiesced;
 pub use report::Explanation;
 pub use sharers::{Sharer, SharingMatrix};

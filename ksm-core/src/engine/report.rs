@@ -10,7 +10,7 @@ use crate::backend::{Backend, FrameStore};
 use crate::domain::{Domain, Walks};
 use crate::error::Error;
 use crate::outcome::Outcome;
-use crate::page::{PageIndex, PageRange};
+use crate::page::{FrameId, PageIndex, PageRange};
 use crate::region::{Class, DomainId, RegionId, SpaceId};
 use crate::stats::{MemoryStats, Stats};
 
@@ -21,6 +21,9 @@ pub struct Explanation {
     /// What became of the page when a pass last looked at it;
     /// [`Outcome::Pinned`] while a guard holds it.
     pub outcome: Outcome,
+    /// The frame that it maps, by its number in the store of its trust domain;
+    /// `None` if it is not merged.
+    pub frame: Option<FrameId>,
     /// How many pages, this one among them, share its frame; 0 if it is not
     /// merged.
     pub sharers: u64,
@@ -139,10 +142,8 @@ impl<B: Backend> Ksm<B> {
         let region = self.region_with(region, PageRange::one(page))?;
         let record = region.pages().get(page);
         let merged = matches!(record.class, Class::Merged(_));
-        let sharers = match record.frame {
-            Some(frame) if merged => region.domain.sharers(frame),
-            _ => 0,
-        };
+        let frame = record.frame.filter(|_| merged);
+        let sharers = frame.map_or(0, |frame| region.domain.sharers(frame));
         let pinned = region.pinned(PageRange::one(page)).contains(page);
         Ok(Explanation {
             outcome: if pinned {
@@ -150,6 +151,7 @@ impl<B: Backend> Ksm<B> {
             } else {
                 record.outcome
             },
+            frame,
             sharers,
             copied: record.is_copied(),
         })

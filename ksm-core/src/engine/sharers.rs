@@ -1,4 +1,4 @@
-//! Who shares a frame with whom, and taking a frame from all who share it.
+//! Who shares a frame with whom.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
@@ -6,14 +6,10 @@ use std::ops::ControlFlow;
 use super::Ksm;
 use crate::backend::Backend;
 use crate::domain::Domain;
-use crate::error::{BackendError, Error};
+use crate::error::Error;
 use crate::page::{FrameId, PageIndex, PageRange};
 use crate::region::{Class, DomainId, Region, RegionId, SpaceId};
-use crate::unshare;
 use crate::walk::{Reach, Walk};
-
-/// How often the sharers of a frame are looked for anew.
-const TRIES: u32 = 16;
 
 /// A page that maps a frame: see [`Ksm::sharers`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,6 +20,16 @@ pub struct Sharer {
     pub region: RegionId,
     /// The page.
     pub page: PageIndex,
+}
+
+impl Sharer {
+    pub(super) const fn of<B: Backend>(region: &Region<B>, page: PageIndex) -> Self {
+        Self {
+            space: region.space,
+            region: region.id,
+            page,
+        }
+    }
 }
 
 /// How many frames each pair of guests share, the lower number first; a guest
@@ -53,11 +59,7 @@ impl<B: Backend> Ksm<B> {
         let mut sharers = BTreeSet::new();
         if let Some(frame) = merged_frame(&region, page) {
             self.walk(&region.domain).sharers(frame, |sharing, page| {
-                sharers.insert(Sharer {
-                    space: sharing.space,
-                    region: sharing.id,
-                    page,
-                });
+                sharers.insert(Sharer::of(sharing, page));
                 ControlFlow::Continue(())
             });
         }
@@ -121,44 +123,6 @@ impl<B: Backend> Ksm<B> {
             next = frame.plus(1);
         }
         Ok(matrix)
-    }
-
-    /// Gives every page that maps the frame of `page` a copy of its own: what a
-    /// memory error on a frame needs. Returns how many did; none if the page is
-    /// not merged. The frame's memory is given back then, and its content
-    /// becomes another frame if it is merged again.
-    ///
-    /// # Errors
-    /// [`Error::NoRegion`], [`Error::OutOfRange`]; [`Error::StillShared`] when the
-    /// host refuses copies.
-    pub fn unshare_frame(&self, region: RegionId, page: PageIndex) -> Result<u64, Error> {
-        let region = self.region_with(region, PageRange::one(page))?;
-        let Some(frame) = merged_frame(&region, page) else {
-            return Ok(0);
-        };
-        let mut unshared = 0;
-        let mut last = None;
-        for _ in 0..TRIES {
-            let mut sharers = Vec::new();
-            self.walk(&region.domain).sharers(frame, |region, page| {
-                sharers.push((region.clone(), page));
-                ControlFlow::Continue(())
-            });
-            for (sharer, page) in sharers {
-                match unshare::unmerge(&sharer, PageRange::one(page), u32::MAX) {
-                    Ok(pages) => unshared += pages,
-                    Err(error) => last = Some(error),
-                }
-            }
-            // Pages may have come to map it meanwhile, or be about to.
-            if region.domain.sharers(frame) == 0 {
-                return Ok(unshared);
-            }
-        }
-        Err(last.unwrap_or(Error::StillShared {
-            pages: region.domain.sharers(frame),
-            source: BackendError::Again,
-        }))
     }
 }
 

@@ -85,6 +85,7 @@ impl<B: Backend> Ksm<B> {
         }
         self.layout.add_region(space, |_| Ok(nursling.ready()))?;
         fault::point(Step::Known);
+        self.empty_sealed(&domain);
         trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }

@@ -65,6 +65,21 @@ impl<B: Backend> Ksm<B> {
         })
     }
 
+    /// A turn at a region that is waited for, whatever the policy; `None` if the
+    /// region is gone.
+    pub(super) fn turn_in_the_end<'a>(
+        &'a self,
+        region: &'a Region<B>,
+    ) -> Result<Option<RegionGuard<'a, B>>, NoLease> {
+        loop {
+            match self.turn(region, Patience::Wait)? {
+                Turn::Now(guard) => return Ok(Some(guard)),
+                Turn::Later | Turn::NextPass => std::thread::yield_now(),
+                Turn::Gone => return Ok(None),
+            }
+        }
+    }
+
     /// What a change of the layout holds from its beginning to its end: nothing,
     /// unless one lock is to guard the whole layout.
     pub(super) fn layout_turn(&self) -> Result<Option<LeaseGuard<'_, ()>>, Error> {

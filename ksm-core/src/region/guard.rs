@@ -64,7 +64,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
 
     /// The mappings of `range` were replaced by the region's own memory.
     pub(crate) fn note_own(&self, range: PageRange) {
-        let runs = self.region.pages().frame_runs(range);
+        let runs = self.region.frame_runs(range);
         for page in runs.into_iter().flat_map(PageRange::iter) {
             let old = self.region.pages().get(page);
             self.region.pages().update(page, |record| {

@@ -128,6 +128,11 @@ impl<J> Lease<J> {
         Ok(None)
     }
 
+    /// Whether anybody holds it now.
+    pub(crate) fn is_held(&self) -> bool {
+        self.queue.lock().holder.is_some()
+    }
+
     /// Takes the places of a thread that will never run again out of the queue,
     /// and, if it holds the lease, the lease from it: then the journal says what
     /// it had under way. `None` if it does not hold it.

@@ -14,6 +14,7 @@ mod anon_vma;
 mod claimed;
 mod flight;
 mod guard;
+mod holds;
 mod ids;
 mod interval;
 mod lease;
@@ -242,6 +243,12 @@ impl<B: Backend> Region<B> {
 
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
+    }
+
+    /// Whether somebody has the lease now, and may have pages reserved for frames
+    /// whose records do not say so yet.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.lease.is_held()
     }
 
     /// Takes the lease from a thread that is gone, if that has it.

@@ -10,7 +10,7 @@ use crate::page::{FrameId, PageIndex, PageRange};
 use crate::rmap::ItemId;
 
 /// Pages in a chunk: 2 MiB of guest memory, 8 KiB of records.
-const CHUNK_PAGES: u64 = CHUNK_LEN as u64;
+pub(super) const CHUNK_PAGES: u64 = CHUNK_LEN as u64;
 const CHUNK_LEN: usize = 512;
 
 /// What a page is to the engine.
@@ -325,6 +325,12 @@ impl PageTable {
         }
     }
 
+    /// Where the chunks start that have records of `range`.
+    pub(super) fn chunk_starts(&self, range: PageRange) -> impl Iterator<Item = PageIndex> {
+        let chunks = self.chunks_of(range);
+        chunks.map(|(&chunk, _)| PageIndex(chunk * CHUNK_PAGES))
+    }
+
     fn chunks_of(&self, range: PageRange) -> impl Iterator<Item = (&u64, &Chunk)> {
         let first = range.start.0 / CHUNK_PAGES;
         let last = range.end.0.div_ceil(CHUNK_PAGES).max(first);
@@ -364,21 +370,6 @@ impl PageTable {
             })
             .map(|(page, packed)| (page, packed.unpack()))
             .filter(|(_, record)| *record != Record::UNSEEN)
-    }
-
-    /// The stretches of `range` whose pages stand over frames, in order.
-    pub(crate) fn frame_runs(&self, range: PageRange) -> Vec<PageRange> {
-        let mut runs: Vec<PageRange> = Vec::new();
-        for (page, record) in self.seen(range) {
-            if record.frame.is_none() {
-                continue;
-            }
-            match runs.last_mut() {
-                Some(run) if run.end == page => run.end = page.plus(1),
-                _ => runs.push(PageRange::one(page)),
-            }
-        }
-        runs
     }
 
     pub(crate) const fn counts(&self) -> Counts {
@@ -513,16 +504,5 @@ mod tests {
         assert_eq!((table.counts().merged, rest.counts().merged), (3, 3));
         assert_eq!(table.after(PageIndex(699)), None);
         assert_eq!(rest.after(PageIndex(1299)), None);
-    }
-
-    #[test]
-    fn frame_runs_join_neighbours_across_chunks() {
-        let mut table = PageTable::default();
-        for page in [510, 511, 512, 514, 5_000_000] {
-            table.set(PageIndex(page), merged(1));
-        }
-        let runs = table.frame_runs(PageRange::new(PageIndex(0), 1 << 40));
-        let runs: Vec<_> = runs.iter().map(|run| (run.start.0, run.len())).collect();
-        assert_eq!(runs, [(510, 3), (514, 1), (5_000_000, 1)]);
     }
 }
