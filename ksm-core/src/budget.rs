@@ -13,6 +13,7 @@
 
 use crate::merge::{Goal, Wish};
 use crate::page::{FrameId, PageIndex};
+use crate::ration::Ration;
 use crate::region::{PageTable, is_seam};
 use crate::sync::Mutex;
 
@@ -20,7 +21,7 @@ use crate::sync::Mutex;
 const FIRST_FLOOR: u64 = 16;
 
 /// A mapping for so many registered pages is plenty: every run is welcome then.
-const PAGES_PER_VMA: u64 = 16;
+pub(crate) const PAGES_PER_VMA: u64 = 16;
 
 /// What may be spent, and on what.
 #[derive(Debug)]
@@ -40,6 +41,8 @@ struct State {
     held_back: u64,
     /// What this pass would have spent more.
     shortage: Shortage,
+    /// Spent on regions that nobody knows of yet.
+    pledged: u64,
 }
 
 /// Steps in which [`Shortage`] counts, the last for all that save more.
@@ -109,6 +112,8 @@ enum Verdict {
 pub(crate) struct Purse {
     left: u64,
     floor: u64,
+    /// Whether every page will be paid for twice.
+    twice: bool,
 }
 
 impl VmaBudget {
@@ -118,6 +123,7 @@ impl VmaBudget {
             raised: 0,
             held_back: 0,
             shortage: Shortage::default(),
+            pledged: 0,
         };
         Self {
             max,
@@ -133,9 +139,44 @@ impl VmaBudget {
         let plenty = max >= pages / PAGES_PER_VMA;
         let State { floor, raised, .. } = *self.state.lock();
         Purse {
-            left: max.saturating_sub(used),
+            left: self.left(used, self.pledged()),
             floor: if plenty { raised } else { floor.max(raised) },
+            twice: false,
         }
+    }
+
+    /// The same for memory that is about to be cloned, of which `pages` are still to
+    /// come: whatever mappings it takes, its clone takes as well.
+    pub(crate) fn freeze_purse(&self, used: u64, pages: u64) -> Purse {
+        let left = self.left(used, self.pledged());
+        Purse {
+            left,
+            floor: Ration::new(left / 2, pages).floor(),
+            twice: true,
+        }
+    }
+
+    /// How many mappings are left, with `used` spent on what is registered and
+    /// `pledged` on what is not yet; `u64::MAX` where there is no limit.
+    pub(crate) fn left(&self, used: u64, pledged: u64) -> u64 {
+        self.max
+            .map_or(u64::MAX, |max| max.saturating_sub(used + pledged))
+    }
+
+    /// How many mappings count as spent though nobody knows of the region.
+    pub(crate) fn pledged(&self) -> u64 {
+        self.state.lock().pledged
+    }
+
+    /// Of those, `old` make room for `now` and for `more`, as far as there are so many
+    /// with `used` spent on what is registered. Returns how many more.
+    pub(crate) fn grant(&self, old: u64, now: u64, more: u64, used: impl FnOnce() -> u64) -> u64 {
+        // Held throughout: what becomes registered meanwhile counts twice, not never.
+        let mut state = self.state.lock();
+        state.pledged = state.pledged - old + now;
+        let granted = more.min(self.left(used(), state.pledged));
+        state.pledged += granted;
+        granted
     }
 
     pub(crate) fn note_held_back(&self, pages: u64, shortage: &Shortage) {
@@ -171,9 +212,10 @@ impl VmaBudget {
 
 impl Purse {
     /// Everything is worth its mappings.
-    pub(crate) const BOTTOMLESS: Self = Self {
+    const BOTTOMLESS: Self = Self {
         left: u64::MAX,
         floor: 0,
+        twice: false,
     };
 
     /// Parts `wishes`, sorted by page, into those that are worth their mappings
@@ -193,11 +235,8 @@ impl Purse {
         }
         for run in wishes.chunk_by(|left, right| continues(*left, *right)) {
             let before = parted.admitted.last().copied();
-            let times = if frame(run[0]).is_some_and(&is_new) {
-                2
-            } else {
-                1
-            };
+            let twice = self.twice || frame(run[0]).is_some_and(&is_new);
+            let times = if twice { 2 } else { 1 };
             match self.spend(pages, before, run, times) {
                 Verdict::Admitted => parted.admitted.extend(run),
                 Verdict::NotWorth => parted.held_back.extend(run),
@@ -222,7 +261,7 @@ impl Purse {
         let mappings = cost.saturating_sub(gained);
         let charge = mappings * times;
         if mappings > 0 {
-            if 2 * (run.len() as u64) < mappings * self.floor {
+            if 2 * (run.len() as u64) < mappings.saturating_mul(self.floor) {
                 return Verdict::NotWorth;
             }
             if charge > self.left {

@@ -4,53 +4,24 @@
 //! First the parent's own pages come to map frames, as in a pass, but whether
 //! they have equals or not ([`scan::Aim::Freeze`](crate::scan::Aim)). Then the
 //! clone maps what the parent maps, in runs. It has no rmap_items: the parent's
-//! stand for its pages as well. What has no frame is copied.
+//! stand for its pages as well. What has no frame is copied, and so is what would
+//! cost more mappings than it is worth: a clone that holds more memory is better than
+//! none, or than a process that can map nothing more.
 
 use crate::backend::{Backend, Memory, PageState};
 use crate::error::BackendError;
+use crate::fault::{self, Step};
+use crate::nursery::Nursling;
+use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::region::{Class, Region, RegionGuard};
+use crate::ration::{Ration, mappings_for};
+use crate::region::{Adoption, Class, RegionGuard};
 use crate::rmap::ItemId;
-use crate::unshare;
 
-/// A clone that is being made: nobody knows of it yet, and if it is dropped
-/// before it is [ready](Nursling::ready) it leaves nothing behind.
-#[derive(Debug)]
-pub(crate) struct Nursling<B: Backend>(Option<Region<B>>);
-
-/// Neighbours over consecutive frames.
-#[derive(Debug, Default)]
-struct Run {
-    first: Option<(PageIndex, FrameId)>,
-    items: Vec<ItemId>,
-}
-
-impl<B: Backend> Drop for Nursling<B> {
-    fn drop(&mut self) {
-        if let Some(Ok(guard)) = self.0.as_ref().map(Region::lock) {
-            unshare::give_up(&guard);
-        }
-    }
-}
-
-impl<B: Backend> Nursling<B> {
-    pub(crate) const fn new(region: Region<B>) -> Self {
-        Self(Some(region))
-    }
-
-    /// The region, complete.
-    pub(crate) fn ready(mut self) -> Region<B> {
-        self.0
-            .take()
-            .expect("taken only here, and dropped only then")
-    }
-
-    fn region(&self) -> &Region<B> {
-        self.0.as_ref().expect("there until it is ready")
-    }
-
-    /// Clones the pages of `range`, which were not before. What the parent's guest
-    /// writes meanwhile is in the clone or not, page by page.
+impl<B: Backend> Nursling<'_, B> {
+    /// Clones the pages of `range`, which were not before, with no more mappings than
+    /// the `ration` allows. What the parent's guest writes meanwhile is in the clone
+    /// or not, page by page.
     ///
     /// # Errors
     /// When the host has no memory for copies, or the page map cannot be read.
@@ -58,6 +29,7 @@ impl<B: Backend> Nursling<B> {
         &self,
         parent: &RegionGuard<'_, B>,
         range: PageRange,
+        mut ration: Ration,
     ) -> Result<(), BackendError> {
         let mut runs = Vec::new();
         let mut rest = range;
@@ -75,7 +47,7 @@ impl<B: Backend> Nursling<B> {
             }
         }
         let merged = merged_pages(parent, range);
-        self.map(parent, &merged)?;
+        self.map(parent, &merged, &mut ration)?;
         let mut merged = merged.iter().map(|&(page, ..)| page).peekable();
         let shown = runs.iter().filter(|run| run.state != PageState::Zero);
         let mut own: Vec<_> = shown.map(|run| run.range).collect();
@@ -85,38 +57,56 @@ impl<B: Backend> Nursling<B> {
             while merged.next_if(|&merged| merged < page).is_some() {}
             merged.peek() != Some(&page)
         });
-        self.copy(parent, own)
+        self.copy(parent, own)?;
+        fault::point(Step::Reared);
+        Ok(())
     }
 
     /// Maps what the parent maps.
-    fn map(&self, parent: &RegionGuard<'_, B>, merged: &[Merged]) -> Result<(), BackendError> {
-        let mut run = Run::default();
-        for &(page, frame, item) in merged {
-            if !run.goes_on(page, frame) {
-                self.map_run(parent, &std::mem::take(&mut run))?;
-            }
-            run.first.get_or_insert((page, frame));
-            run.items.push(item);
-        }
-        self.map_run(parent, &run)
+    fn map(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        merged: &[Merged],
+        ration: &mut Ration,
+    ) -> Result<(), BackendError> {
+        let goes_on = |&(page, frame, _): &Merged, &(next, after, _): &Merged| {
+            page.plus(1) == next && u64::from(frame.0) + 1 == u64::from(after.0)
+        };
+        let mut runs = merged.chunk_by(goes_on);
+        runs.try_for_each(|run| self.map_run(parent, run, ration))
     }
 
-    fn map_run(&self, parent: &RegionGuard<'_, B>, run: &Run) -> Result<(), BackendError> {
-        let Some((page, frame)) = run.first else {
+    fn map_run(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        run: &[Merged],
+        ration: &mut Ration,
+    ) -> Result<(), BackendError> {
+        let Some(&(page, frame, _)) = run.first() else {
             return Ok(());
         };
-        let (clone, domain) = (self.region(), &parent.region().domain);
-        let range = PageRange::new(page, run.items.len() as u64);
+        let items: Vec<_> = run.iter().map(|&(.., item)| item).collect();
+        let adoption = Adoption::new(page, frame, items);
+        let range = adoption.range();
+        let mappings = mappings_for(&self.region().pages(), range, frame);
+        if !ration.pays(range.len(), mappings) {
+            self.region().tally().outcomes[Outcome::VmaBudget] += range.len();
+            return self.copy(parent, range.iter());
+        }
+        let guard = self.region().lock().expect("nobody else knows of it");
+        let landing = guard.landing();
         // Counted first, as before any mapping: the frames stay.
-        domain.add_clones(frame, &run.items);
-        let guard = clone.lock().expect("nobody else knows of it");
-        if guard.memory().adopt(range, &domain.store, frame).is_ok() {
-            let parents = parent.region().pages();
-            clone.pages().take_run(&parents, range);
+        guard.reserve_clones(adoption);
+        let parents = parent.region();
+        if guard
+            .adopt(|pages, _| pages.take_run(&parents.pages(), range))
+            .is_ok()
+        {
             return Ok(());
         }
+        drop(landing);
         drop(guard);
-        domain.remove_clones(frame, &run.items);
+        ration.give_back(mappings);
         // No mapping is left for it: then each page is the clone's own.
         self.copy(parent, range.iter())
     }
@@ -151,15 +141,4 @@ fn merged_pages<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> Vec
                 _ => None,
             });
     merged.collect()
-}
-
-impl Run {
-    /// Whether a page over `frame` continues it.
-    fn goes_on(&self, page: PageIndex, frame: FrameId) -> bool {
-        let Some((first_page, first_frame)) = self.first else {
-            return true;
-        };
-        let len = self.items.len() as u64;
-        page == first_page.plus(len) && u64::from(frame.0) == u64::from(first_frame.0) + len
-    }
 }

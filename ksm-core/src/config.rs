@@ -48,6 +48,11 @@ pub struct Config {
     /// The most virtual memory areas that merging may cost over all regions.
     /// `None` for three quarters of what the process may still have
     /// (`vm.max_map_count`) when the engine is made; the rest is the embedder's.
+    /// Clones, regions that move and restored memory that is taken over are held to it
+    /// as well: where it does not suffice, the first two copy pages that could be
+    /// shared ([`Ksm::fork_region`](crate::Ksm::fork_region)), and the third is refused
+    /// ([`Error::VmaBudget`]). What is merged at the same time by several calls (a pass,
+    /// clones) may exceed it by what one batch of each costs.
     pub max_vmas: Option<u64>,
     /// From how many neighbouring pages of one content on they get a block of
     /// equal frames, so that 64 of them need one virtual memory area and not 64,

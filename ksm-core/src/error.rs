@@ -220,6 +220,17 @@ pub enum Error {
         #[source]
         source: BackendError,
     },
+    /// What was asked for takes more virtual memory areas than
+    /// [`Config::max_vmas`](crate::Config::max_vmas) leaves.
+    #[error(
+        "{needed} more virtual memory areas are needed at the least, and of those that merging may cost {left} are left (Config::max_vmas, vm.max_map_count)"
+    )]
+    VmaBudget {
+        /// How many it takes, as far as it was done.
+        needed: u64,
+        /// How many are left.
+        left: u64,
+    },
     /// A piece of memory was refused.
     #[error(transparent)]
     Register(#[from] RegisterError),

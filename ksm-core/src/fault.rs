@@ -1,15 +1,20 @@
-//! Fault-injection points: a name for every step of a merge, at which a test
-//! can let the scanning thread panic or vanish.
+//! Fault-injection points: a name for every step of a merge, of making a clone
+//! and of a change of a region's shape, at which a test can let the thread panic or
+//! vanish.
 //!
 //! Without the feature `fault-injection` a point costs nothing and does
 //! nothing.
 
-/// A step of a pass, named by what has just happened. Where mappings are given
-/// back, copies are stopped and replaced in the steps of a merge.
+/// A step, named by what has just happened. Where mappings are given back, copies
+/// are stopped and replaced in the steps of a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
     /// A window was read and fingerprinted.
     Hashed,
+    /// A frame has a number, and holds nothing.
+    Allotted,
+    /// It holds its content, which the stable tree does not say yet.
+    Filled,
     /// Frames were filled for the window's new matches.
     Planned,
     /// The stop is written down, nothing is stopped.
@@ -28,12 +33,33 @@ pub enum Step {
     Lifted,
     /// Merged pages whose mappings are given back have copies of their own.
     Unshared,
+    /// Memory is attached for a region that nobody knows of yet: a clone, or what
+    /// is taken over.
+    Nursed,
+    /// Frames are counted as mapped by pages of it, and are not mapped yet.
+    Reserved,
+    /// They are mapped, and the records do not say so yet.
+    Adopted,
+    /// Some of its pages are complete.
+    Reared,
+    /// It is registered.
+    Known,
+    /// Nobody else may take the region away or replace it.
+    Claimed,
+    /// Its memory is cut in two, and it is in charge still.
+    Parted,
+    /// Others are registered in its place.
+    Replaced,
+    /// Its pages are not its own any more, and its memory is still attached.
+    Gone,
 }
 
 impl Step {
-    /// All steps, those of a merge first, in its order.
-    pub const ALL: [Self; 10] = [
+    /// The steps of a pass, those of a merge first, in its order.
+    pub const PASS: [Self; 12] = [
         Self::Hashed,
+        Self::Allotted,
+        Self::Filled,
         Self::Planned,
         Self::Stopping,
         Self::Stopped,
@@ -44,6 +70,24 @@ impl Step {
         Self::Lifted,
         Self::Unshared,
     ];
+
+    /// The further steps of making a clone and of taking memory over, in order.
+    pub const CLONE: [Self; 5] = [
+        Self::Nursed,
+        Self::Reserved,
+        Self::Adopted,
+        Self::Reared,
+        Self::Known,
+    ];
+
+    /// The further steps of moving, splitting and unregistering a region, in order.
+    pub const RESHAPE: [Self; 4] = [Self::Claimed, Self::Parted, Self::Replaced, Self::Gone];
+
+    /// All steps.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let steps = Self::PASS.into_iter().chain(Self::CLONE);
+        steps.chain(Self::RESHAPE)
+    }
 }
 
 /// What a test does at a step.

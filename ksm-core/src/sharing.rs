@@ -2,11 +2,10 @@
 
 use std::collections::HashMap;
 
-use crate::fingerprint::Fingerprint;
-use crate::frames::{BLOCK, Frames, block_of};
+use crate::fingerprint::{Digest, Fingerprint};
+use crate::frames::{BLOCK, Frames, Planner, block_of};
 use crate::page::FrameId;
 use crate::rmap::{Rmap, StableNode};
-use crate::sync::ThreadId;
 
 /// What a domain's lock guards.
 #[derive(Debug, Default)]
@@ -16,6 +15,9 @@ pub(crate) struct Sharing {
     /// Frames to look at again when whoever planned them is done, and those that
     /// nobody did but could not be given back when last tried.
     loose: Vec<(FrameId, Planner)>,
+    /// Frames that are being filled, each for a content that no other has: no more than
+    /// there are planners.
+    in_the_making: Vec<(FrameId, Digest)>,
     /// Sharers that are out of our hands for good: what they map is never given
     /// back.
     pub(crate) forsaken: HashMap<FrameId, u32>,
@@ -34,10 +36,6 @@ pub(crate) struct Block {
     pub(crate) nodes: u32,
 }
 
-/// Whose frames they are that no page maps yet: those of the plan of that thread,
-/// or nobody's. A thread has one plan at a time.
-pub(crate) type Planner = Option<ThreadId>;
-
 impl Sharing {
     /// A node for a number just allotted by `planner`. From here on a sweep gives
     /// it back, whatever happens.
@@ -53,6 +51,21 @@ impl Sharing {
             block.nodes += 1;
         }
         self.make_loose(frame, planner);
+    }
+
+    /// Whether somebody is about to put a frame of that content into the stable tree.
+    pub(crate) fn is_in_the_making(&self, content: &Digest) -> bool {
+        self.in_the_making.iter().any(|(_, other)| other == content)
+    }
+
+    /// Notes that `frame` is about to be filled, and put into the stable tree.
+    pub(crate) fn begin_making(&mut self, frame: FrameId, content: Digest) {
+        self.in_the_making.push((frame, content));
+    }
+
+    /// It was, or will not be.
+    pub(crate) fn end_making(&mut self, frame: FrameId) {
+        self.in_the_making.retain(|(other, _)| *other != frame);
     }
 
     /// An empty block: to be given back, or filled.
@@ -86,6 +99,7 @@ impl Sharing {
             return;
         };
         self.rmap.remove_node(frame);
+        self.end_making(frame);
         if let Some(equals) = self.equals.get_mut(&node.fingerprint) {
             equals.retain(|equal| *equal != frame);
             if equals.is_empty() {

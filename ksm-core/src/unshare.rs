@@ -216,12 +216,31 @@ pub(crate) fn give_up<B: Backend>(guard: &RegionGuard<'_, B>) {
     let region = guard.region();
     let refused = (0..TRIES).all(|_| discard_held(guard, region.range()).is_err());
     if refused {
-        for chunk in region.range().chunks(CHUNK_PAGES) {
-            let mut tries = 0..TRIES;
-            while tries.next().is_some() && break_cow(guard, chunk, u32::MAX).1 > 0 {}
-        }
+        copy_all(guard);
     }
     region.abandon();
+}
+
+/// Lets memory that is out of our hands from here on keep its bytes: by copies of
+/// frames, or, where the host refuses one, by a frame that stays for good.
+pub(crate) fn keep_bytes<B: Backend>(guard: &RegionGuard<'_, B>) {
+    copy_all(guard);
+    guard.region().forsake();
+}
+
+/// Gives every merged page a copy of its own, unless the host refuses it. Where one
+/// gets none, others may.
+fn copy_all<B: Backend>(guard: &RegionGuard<'_, B>) {
+    for chunk in guard.region().range().chunks(CHUNK_PAGES) {
+        let mut tries = 0;
+        while tries < TRIES {
+            let (broken, left, _) = break_cow(guard, chunk, u32::MAX);
+            if left == 0 {
+                break;
+            }
+            tries = if broken > 0 { 0 } else { tries + 1 };
+        }
+    }
 }
 
 fn discard_run<B: Backend>(

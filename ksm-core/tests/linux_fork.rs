@@ -106,6 +106,9 @@ fn a_running_guest_is_cloned() {
         let clones = thread::scope(|scope| {
             scope.spawn(|| world.scan_until(&stop));
             let vcpu = scope.spawn(|| count(&parent, &stop));
+            while counter(&parent, COUNTERS - 1) == 0 {
+                thread::yield_now();
+            }
             let clones: Vec<_> = (0..6)
                 .map(|_| {
                     let before = counter(&parent, COUNTERS - 1);
@@ -303,5 +306,30 @@ fn restored_snapshots_are_taken_over() {
                 assert_eq!(seen, content, "page {page}");
             }
         }
+    }
+}
+
+/// A file in memory, which userfaultfd knows how to handle, never shows again where
+/// a restored guest has zeros.
+#[test]
+fn a_snapshot_in_memory_does_not_show_where_pages_are_dropped() {
+    for method in linux_common::METHODS {
+        let world = world(Kind::Anonymous(method));
+        let mut file = File::from(linux_common::memfd(PAGES));
+        for _ in 0..PAGES {
+            file.write_all(full_of(7).bytes()).unwrap();
+        }
+        let guest = restored(&file);
+        // The VMM has patched a page meanwhile.
+        guest.fill(11, 0);
+        let region = world.ksm.take_over(world.space, guest.source(), GUARDED);
+        let region = region.unwrap();
+        assert_eq!(guest.ends(11), (0, 0), "{method:?}");
+        world.ksm.discard(region, pages(20, 3)).unwrap();
+        assert_eq!(guest.ends(21), (0, 0), "{method:?}");
+        world.ksm.unregister(region).unwrap();
+        assert_eq!(guest.ends(21), (0, 0), "{method:?}");
+        assert_eq!(guest.ends(30), (7, 7), "{method:?}");
+        assert_eq!(world.ksm.store_bytes().unwrap(), 0, "{method:?}");
     }
 }

@@ -202,7 +202,7 @@ fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
     let scenes = KINDS
         .iter()
         .flat_map(|kind| SCENES.map(|scene| (scene, *kind)));
-    let steps = scenes.flat_map(|(scene, kind)| Step::ALL.map(|step| (scene, kind, step)));
+    let steps = scenes.flat_map(|(scene, kind)| Step::PASS.map(|step| (scene, kind, step)));
     let all = steps.flat_map(|(scene, kind, step)| {
         (1..=times_taken(scene, kind, step)).map(move |nth| (scene, kind, step, nth))
     });

@@ -201,7 +201,7 @@ fn steps(scene: Scene) -> impl Iterator<Item = (Step, usize)> {
         Scene::Merging => Step::Unshared,
         Scene::GivingBack => Step::Compared,
     };
-    Step::ALL.into_iter().map(move |step| {
+    Step::PASS.into_iter().map(move |step| {
         let times = times_taken(scene, step);
         assert_eq!(times == 0, step == never, "{step:?} in {scene:?}");
         (step, times)
@@ -248,7 +248,10 @@ fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
 /// is there none of its pages is merged, and none is touched any more.
 #[test]
 fn a_guard_waits_for_what_is_under_way() {
-    for (step, _) in steps(Scene::Merging).filter(|&(_, times)| times > 0) {
+    let taken = steps(Scene::Merging).filter(|&(_, times)| times > 0);
+    // Frames are made where the second page of a content is found: in the other one.
+    let here = taken.filter(|(step, _)| !matches!(step, Step::Allotted | Step::Filled));
+    for (step, _) in here {
         let world = merging();
         let (ksm, region) = (Arc::clone(&world.ksm), world.regions[0]);
         let all = PageRange::new(PageIndex(0), PAGES);

@@ -9,10 +9,11 @@ pub(crate) use plan::Plan;
 
 use crate::backend::{Backend, FrameStore};
 use crate::fingerprint::{Digest, Fingerprint, Keys};
+use crate::frames::Planner;
 use crate::page::{FrameId, FrameRange};
 use crate::region::{AnonVmas, DomainId, Place, WalkCost};
 use crate::rmap::{ItemId, StableNode};
-use crate::sharing::{Planner, Sharing};
+use crate::sharing::Sharing;
 use crate::stable::{Found, StableTree};
 use crate::sync::{Mutex, ThreadId, current};
 use crate::unstable::UnstableTree;
@@ -103,6 +104,7 @@ impl<B: Backend> Domain<B> {
 
     /// Gives back what a thread planned that is gone for good.
     pub(crate) fn sweep_after(&self, dead: ThreadId) {
+        self.sharing.lock().frames.leave_plot(Some(dead));
         self.give_back(|planner| planner.is_none() || planner == Some(dead));
     }
 
@@ -167,13 +169,6 @@ impl<B: Backend> Domain<B> {
         let mut sharing = self.sharing.lock();
         for (frame, &item) in (first.0..).map(FrameId).zip(items) {
             sharing.rmap.add_clone(frame, item);
-        }
-    }
-
-    /// Undoes [`Self::add_clones`] for mappings that did not come about.
-    pub(crate) fn remove_clones(&self, first: FrameId, items: &[ItemId]) {
-        for (frame, &item) in (first.0..).map(FrameId).zip(items) {
-            self.release(frame, item);
         }
     }
 

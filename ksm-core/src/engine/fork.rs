@@ -3,16 +3,18 @@
 use std::sync::Arc;
 
 use super::Ksm;
+use super::depart::Departure;
 use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory, RegionOptions};
-use crate::clone::Nursling;
-use crate::error::{Error, RegisterError};
+use crate::error::{BackendError, Error, RegisterError};
+use crate::fault::{self, Step};
+use crate::nursery::{Nursling, Origin};
 use crate::page::{PageIndex, PageRange};
-use crate::region::{Region, RegionId, SpaceId};
+use crate::ration::{Pledge, Ration};
+use crate::region::{Region, RegionGuard, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
 use crate::trace;
-use crate::unshare;
 
 /// How many windows are cloned under one hold of the parent's lease: to look at a
 /// page for that costs little.
@@ -30,6 +32,13 @@ impl<B: Backend> Ksm<B> {
     /// [`PinGuard`](crate::PinGuard) holds, and, unless the parent is
     /// [`dma_guarded`](RegionOptions::dma_guarded), those that were merged and
     /// written to since.
+    ///
+    /// No more mappings are spent than [`Config::max_vmas`](crate::Config::max_vmas)
+    /// leaves. Each costs the parent and the clone one, and where they are scarce beside
+    /// the pages, they are for long runs, and the pages of short ones are copied too:
+    /// the clone takes more memory then, until passes merge what is worth it. Its
+    /// [outcomes](crate::MemoryStats::outcomes) say how many pages that were merged
+    /// already were copied for that ([`Outcome::VmaBudget`](crate::Outcome::VmaBudget)).
     ///
     /// The parent's guest should be paused: what it writes meanwhile is in the
     /// clone or is not, page by page. A guest of several regions is cloned region
@@ -51,12 +60,13 @@ impl<B: Backend> Ksm<B> {
         let parent = self.layout.region(parent)?;
         let clone = self.nursling(&parent, space, source, options)?;
         self.freeze(&parent)?;
+        let mut pledge = Pledge::new(&self.vmas);
         let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
         loop {
             let _layout = self.layout_turn()?;
             let guard = parent.lock()?;
             if let Some(chunk) = chunks.next() {
-                clone.take(&guard, chunk)?;
+                self.take_chunk(&guard, &clone, chunk, &mut pledge)?;
             }
             if chunks.peek().is_none() {
                 // Under the lease: before the parent can leave with its anon_vma.
@@ -65,10 +75,42 @@ impl<B: Backend> Ksm<B> {
                     region.anon_vma.add(region.linear_range(), region.id);
                     Ok(region)
                 })?;
+                fault::point(Step::Known);
                 trace::cloned(parent.id, id.id, space);
                 return Ok(id.id);
             }
         }
+    }
+
+    /// Clones a chunk of pages, the next ones, with as many mappings as its parent has
+    /// if there are so many, and otherwise with what is left.
+    fn take_chunk(
+        &self,
+        parent: &RegionGuard<'_, B>,
+        clone: &Nursling<'_, B>,
+        chunk: PageRange,
+        pledge: &mut Pledge<'_>,
+    ) -> Result<(), BackendError> {
+        let region = parent.region();
+        let needed = {
+            let pages = region.pages();
+            // Copied pages lie over frames in the parent, and between them in the clone.
+            pages.seams() + 2 * pages.counts().copied + 2
+        };
+        let now = clone.region().pages().seams();
+        let needed = needed.saturating_sub(now);
+        let mut ask = |mappings| pledge.ask(now, mappings, || self.mappings());
+        // At the very most, whatever the parent's guest writes meanwhile.
+        let most = needed.max(chunk.len() + 1);
+        let granted = match ask(most) {
+            all if all == most => all,
+            _ => ask(needed),
+        };
+        let ration = match granted >= needed {
+            true => Ration::ample(granted),
+            false => Ration::new(granted, region.range().end.0 - chunk.start.0),
+        };
+        clone.take(parent, chunk, ration)
     }
 
     /// Pages that are cloned under one hold of the parent's lease.
@@ -78,7 +120,10 @@ impl<B: Backend> Ksm<B> {
 
     /// Moves a region to `source`, memory as long that nobody uses yet and that
     /// holds no page: as the host address of guest memory changes. Merged pages
-    /// stay merged; others are copied. The old memory is nobody's then, and empty
+    /// stay merged; others are copied. As long as both are there, both have mappings:
+    /// where [`Config::max_vmas`](crate::Config::max_vmas) does not leave enough for
+    /// that, merged pages in short runs are copied as well, as in
+    /// [`Ksm::fork_region`]. The old memory is nobody's then, and empty
     /// unless the host refused to drop it; its pin guards are to have ended.
     ///
     /// Nobody may use the memory meanwhile: its KVM slots are withdrawn before and
@@ -91,39 +136,29 @@ impl<B: Backend> Ksm<B> {
     pub fn move_region(&self, region: RegionId, source: B::Source) -> Result<RegionId, Error> {
         let old = self.layout.region(region)?;
         let new = self.nursling(&old, old.space, source, old.options)?;
-        if !old.close() {
-            return Err(Error::Pinned { region });
-        }
-        let moved = self.move_pages(&old, new);
-        match &moved {
-            Ok(new) => trace::moved(region, *new),
-            Err(_) => old.reopen(),
-        }
-        moved
+        self.move_pages(&old, &new)?;
+        let new = new.region().id;
+        trace::moved(region, new);
+        Ok(new)
     }
 
-    fn move_pages(&self, old: &Arc<Region<B>>, new: Nursling<B>) -> Result<RegionId, Error> {
+    fn move_pages(&self, old: &Arc<Region<B>>, new: &Nursling<'_, B>) -> Result<(), Error> {
         let _layout = self.layout_turn()?;
         let guard = old.lock()?;
-        // Of two who are after a region, one gets it.
-        if !old.claim() {
-            return Err(Error::NoRegion(old.id));
+        let claimed = old.claim().ok_or(Error::NoRegion(old.id))?;
+        if !claimed.close() {
+            return Err(Error::Pinned { region: old.id });
         }
-        let mut chunks = old.range().chunks(self.clone_pages());
-        if let Err(error) = chunks.try_for_each(|chunk| new.take(&guard, chunk)) {
-            old.unclaim();
-            return Err(error.into());
+        let mut pledge = Pledge::new(&self.vmas);
+        for chunk in old.range().chunks(self.clone_pages()) {
+            self.take_chunk(&guard, new, chunk, &mut pledge)?;
         }
-        let new = new.ready();
-        let id = new.id;
-        new.anon_vma.add(new.linear_range(), id);
-        self.retired.exchange(&self.layout, old, [new]);
-        unshare::give_up(&guard);
-        guard.memory().detach();
-        guard.leave();
-        let (pages, domain) = (old.linear_range(), &old.domain);
-        domain.anon_vmas.remove(&old.anon_vma, pages, old.id);
-        Ok(id)
+        self.retired.replace(&self.layout, old, || new.ready());
+        claimed.keep();
+        let departure = Departure::new(self, old, guard);
+        fault::point(Step::Replaced);
+        departure.finish();
+        Ok(())
     }
 
     /// A clone of `parent` without a page, that nobody knows of.
@@ -133,7 +168,7 @@ impl<B: Backend> Ksm<B> {
         space: SpaceId,
         source: B::Source,
         options: RegionOptions,
-    ) -> Result<Nursling<B>, Error> {
+    ) -> Result<Nursling<'_, B>, Error> {
         if !Arc::ptr_eq(&self.layout.domain_of(space)?, &parent.domain) {
             return Err(Error::OtherDomain(space));
         }
@@ -149,7 +184,7 @@ impl<B: Backend> Ksm<B> {
             .into());
         }
         let region = parent.clone_of(self.layout.reserve_region(), space, memory, options);
-        Ok(Nursling::new(region))
+        Ok(self.nursery.enter(region, Origin::Cloned))
     }
 
     /// Lets every page of `region` that has bytes of its own map a frame, where

@@ -1,6 +1,7 @@
 //! [`Ksm`]: the engine, and all control flow. What is registered comes and goes
 //! here; a pass, DMA, holding still, and counters have modules of their own.
 
+mod depart;
 mod fork;
 mod give_back;
 mod move_frame;
@@ -28,6 +29,7 @@ use crate::domain::Domain;
 use crate::error::{Error, RegisterError};
 use crate::fingerprint::Keys;
 use crate::layout::Layout;
+use crate::nursery::Nursery;
 use crate::page::PageRange;
 use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
 use crate::trace;
@@ -67,6 +69,7 @@ pub struct Ksm<B: Backend> {
     full_scans: AtomicU64,
     vmas: VmaBudget,
     retired: Retired<B>,
+    nursery: Nursery<B>,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -86,6 +89,7 @@ impl<B: Backend> Ksm<B> {
             scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
             retired: Retired::default(),
+            nursery: Nursery::default(),
         })
     }
 
@@ -161,7 +165,7 @@ impl<B: Backend> Ksm<B> {
             let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
             let region = Region::new(id, space, domain, memory, options, anon_vma);
             region.anon_vma.add(region.linear_range(), id);
-            Ok(region)
+            Ok(Arc::new(region))
         })
     }
 
@@ -187,40 +191,21 @@ impl<B: Backend> Ksm<B> {
 
     fn detach(&self, region: &Arc<Region<B>>) -> Result<(), Error> {
         let _layout = self.layout_turn()?;
-        if !region.close() {
+        let claimed = region.claim().ok_or(Error::NoRegion(region.id))?;
+        if !claimed.close() {
             return Err(Error::Pinned { region: region.id });
         }
         // From here on no scan finds it; it comes back if this fails.
-        if !self.retired.begin(&self.layout, region) {
-            region.reopen();
-            return Err(Error::NoRegion(region.id));
-        }
-        let done = self.undo(region);
-        if done.is_err() {
-            region.reopen();
-            self.retired.cancel(&self.layout, region);
-        }
-        done
-    }
-
-    fn undo(&self, region: &Region<B>) -> Result<(), Error> {
+        let leave = self.leave(region).ok_or(Error::NoRegion(region.id))?;
         unshare::unmerge(region, region.range(), self.config.parallel_pages)?;
         if region.options.dma_guarded {
             unshare::restore(region, region.range())?;
         }
         // The lease waits for a pass that is looking at the region.
         let guard = region.lock()?;
-        guard.memory().detach();
-        guard.leave();
-        self.retire(region);
+        claimed.keep();
+        leave.for_good(guard).finish();
         Ok(())
-    }
-
-    fn retire(&self, region: &Region<B>) {
-        region.abandon();
-        let (pages, domain) = (region.linear_range(), &region.domain);
-        domain.anon_vmas.remove(&region.anon_vma, pages, region.id);
-        self.retired.end(region);
     }
 
     /// Unregisters what is left of a guest and forgets it.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use super::Ksm;
 use super::turn::{Patience, Turn};
 use crate::backend::{Backend, Memory};
-use crate::budget::Purse;
+use crate::budget::{Admission, Purse};
 use crate::error::Error;
 use crate::merge::{self, Limits, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
@@ -195,6 +195,7 @@ impl<B: Backend> Ksm<B> {
             start: from,
             end: region.range().end,
         };
+        let to_come = within.len();
         let mut batch = Batch::default();
         let mut next_guard = Some(guard);
         while let Some(guard) = next_guard {
@@ -220,7 +221,8 @@ impl<B: Backend> Ksm<B> {
         }
         for (id, wishes) in by_region(batch.wishes) {
             if let Ok(region) = self.layout.region(id) {
-                self.merge_region(&region, wishes, aim, report)?;
+                let parted = self.admit(&region, wishes, aim, to_come);
+                self.merge_region(&region, parted, report)?;
             }
         }
         Ok(within.start)
@@ -242,15 +244,38 @@ impl<B: Backend> Ksm<B> {
         }
     }
 
-    /// What may be spent on mappings now.
-    fn purse(&self, aim: Aim) -> Purse {
-        if aim == Aim::Freeze {
-            return Purse::BOTTOMLESS;
+    /// What may be spent on mappings now, where `to_come` pages of a region are still
+    /// to be looked at.
+    fn purse(&self, aim: Aim, to_come: u64) -> Purse {
+        let used = self.mappings();
+        match aim {
+            Aim::Freeze => self.vmas.freeze_purse(used, to_come),
+            Aim::Merge => {
+                let regions = self.layout.regions();
+                let pages = regions.iter().map(|region| region.range().len()).sum();
+                self.vmas.purse(used, pages)
+            }
         }
+    }
+
+    /// How many mappings merging has cost.
+    pub(super) fn mappings(&self) -> u64 {
         let regions = self.layout.regions();
-        let used = regions.iter().map(|region| region.pages().seams()).sum();
-        let pages = regions.iter().map(|region| region.range().len()).sum();
-        self.vmas.purse(used, pages)
+        regions.iter().map(|region| region.pages().seams()).sum()
+    }
+
+    /// Parts `wishes` for one region into those that are worth their mappings, and
+    /// those that are held back.
+    fn admit(&self, region: &Region<B>, wishes: Vec<Wish>, aim: Aim, to_come: u64) -> Admission {
+        let purse = self.purse(aim, to_come);
+        let is_new = |frame| region.domain.sharers(frame) == 0;
+        let parted = purse.admit(&region.pages(), wishes, is_new);
+        // What a clone does without, no pass will come back to.
+        if aim == Aim::Merge {
+            let held_back = parted.held_back.len() as u64;
+            self.vmas.note_held_back(held_back, &parted.shortage);
+        }
+        parted
     }
 
     /// Merges what was found in one region, run by run, the lease given up in
@@ -258,20 +283,12 @@ impl<B: Backend> Ksm<B> {
     fn merge_region(
         &self,
         region: &Region<B>,
-        wishes: Vec<Wish>,
-        aim: Aim,
+        parted: Admission,
         report: &mut ScanReport,
     ) -> Result<(), Error> {
         let limits = self.limits(region);
         let mut outcomes = OutcomeCounts::default();
-        let parted = {
-            let is_new = |frame| region.domain.sharers(frame) == 0;
-            self.purse(aim).admit(&region.pages(), wishes, is_new)
-        };
-        let held_back = parted.held_back;
-        self.vmas
-            .note_held_back(held_back.len() as u64, &parted.shortage);
-        for wish in held_back {
+        for wish in parted.held_back {
             outcomes[Outcome::VmaBudget] += 1;
             region.note_outcome(wish.page, Outcome::VmaBudget);
         }

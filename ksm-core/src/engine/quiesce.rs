@@ -86,20 +86,18 @@ impl<B: Backend> Ksm<B> {
     }
 
     /// Ends what a thread had under way that is gone for good without having
-    /// unwound: whatever it had stopped or out runs on, and its leases are free
-    /// again. Returns how many leases it held. The thread must never run again.
+    /// unwound: whatever it had stopped or out runs on, its leases are free again,
+    /// memory of a region that it was making is nobody's, and a region that it was
+    /// changing is as it was, or as it was to be. Returns how many leases it held.
+    /// The thread must never run again.
     pub fn recover(&self, dead: ThreadId) -> u64 {
-        let mut leases = 0;
-        let going = self.retired.going();
-        for region in self.layout.regions().iter().chain(&going) {
+        let mut leases = self.depart_after(dead) + self.nursery.end_after(dead);
+        for region in self.layout.regions().iter() {
             if let Some(guard) = region.evict(dead) {
                 guard.land();
                 leases += 1;
             }
-        }
-        for region in self.retired.left_by(dead) {
-            region.reopen();
-            self.retired.cancel(&self.layout, &region);
+            region.unclaim_after(dead);
         }
         for domain in self.layout.domains() {
             domain.sweep_after(dead);

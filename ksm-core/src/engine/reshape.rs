@@ -1,10 +1,14 @@
 //! Regions that are split or go in part.
 
+use std::sync::Arc;
+
 use super::Ksm;
+use super::depart::Departure;
 use crate::backend::{Backend, Memory};
 use crate::error::Error;
+use crate::fault::{self, Step};
 use crate::page::{PageIndex, PageRange};
-use crate::region::{Region, RegionId};
+use crate::region::RegionId;
 use crate::trace;
 
 impl<B: Backend> Ksm<B> {
@@ -28,30 +32,20 @@ impl<B: Backend> Ksm<B> {
         }
         let _layout = self.layout_turn()?;
         let guard = whole.lock()?;
-        // Of two who are after a region, one gets it.
-        if !whole.claim() {
-            return Err(Error::NoRegion(region));
-        }
-        let (first, rest) = match guard.memory().split(page) {
-            Ok(parts) => parts,
-            Err(error) => {
-                whole.unclaim();
-                return Err(error.into());
-            }
-        };
+        let claimed = whole.claim().ok_or(Error::NoRegion(region))?;
+        let (first, rest) = guard.memory().split(page)?;
         let ids = [(); 2].map(|()| self.layout.reserve_region());
-        let mut table = std::mem::take(&mut *whole.pages());
-        let rest_of_table = table.split_off(page);
         let parts = [
-            Region::part(&guard, ids[0], first, PageIndex(0), table),
-            Region::part(&guard, ids[1], rest, page, rest_of_table),
+            whole.part(ids[0], first, PageIndex(0)),
+            whole.part(ids[1], rest, page),
         ];
-        let linear = parts.each_ref().map(|part| (part.linear_range(), part.id));
-        self.retired.exchange(&self.layout, &whole, parts);
-        whole
-            .anon_vma
-            .replace((whole.linear_range(), region), &linear);
-        guard.leave();
+        self.retired.part(&whole, parts.map(Arc::new), page);
+        claimed.keep();
+        let departure = Departure::new(self, &whole, guard);
+        fault::point(Step::Parted);
+        self.retired.replace_by_parts(&self.layout, &whole);
+        fault::point(Step::Replaced);
+        departure.finish();
         trace::split(region, ids);
         Ok(ids)
     }

@@ -1,5 +1,6 @@
-//! [`Retired`]: what regions that are gone had counted, so that no counter of a
-//! guest or a domain ever falls while that is there.
+//! [`Retired`]: regions that are going, so that what a thread leaves undone can be
+//! ended by others; and what those that are gone had counted, so that no counter of
+//! a guest or a domain ever falls while that is there.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::domain::Domain;
 use crate::layout::Layout;
+use crate::page::PageIndex;
 use crate::region::{DomainId, Region, SpaceId};
 use crate::stats::MemoryStats;
 use crate::sync::{Mutex, ThreadId, current};
@@ -17,7 +19,6 @@ pub(super) struct Retired<B: Backend>(Mutex<Inner<B>>);
 
 #[derive(Debug)]
 struct Inner<B: Backend> {
-    /// Out of the layout, while their pages are unshared.
     going: Vec<Going<B>>,
     domains: BTreeMap<DomainId, Counts>,
     spaces: BTreeMap<SpaceId, Counts>,
@@ -28,6 +29,20 @@ struct Inner<B: Backend> {
 struct Going<B: Backend> {
     region: Arc<Region<B>>,
     by: ThreadId,
+    stage: Stage<B>,
+}
+
+/// How far it is.
+#[derive(Debug)]
+enum Stage<B: Backend> {
+    /// Out of the layout, while its pages are unshared: until it is
+    /// [gone](Region::is_gone) it can come back.
+    Leaving,
+    /// In the layout, while its memory belongs to these parts already, the second
+    /// beginning with that page.
+    Parted([Arc<Region<B>>; 2], PageIndex),
+    /// Others are in the layout in its place, and it is counted.
+    Replaced,
 }
 
 /// What was counted since a region was registered.
@@ -61,6 +76,32 @@ impl Counts {
     }
 }
 
+impl<B: Backend> Going<B> {
+    fn new(region: &Arc<Region<B>>, stage: Stage<B>) -> Self {
+        Self {
+            region: Arc::clone(region),
+            by: current().id(),
+            stage,
+        }
+    }
+}
+
+/// Gives the records of a region to its parts, unless they have them.
+fn hand_over<B: Backend>(whole: &Region<B>, parts: &[Arc<Region<B>>; 2], page: PageIndex) {
+    let mut table = whole.pages();
+    if table.counts().seen > 0 {
+        *parts[1].pages() = table.split_off(page);
+        *parts[0].pages() = std::mem::take(&mut *table);
+    }
+}
+
+/// Puts `new` in place of `old`, in the layout and in the anon_vma.
+fn exchange<B: Backend>(layout: &Layout<B>, old: &Region<B>, new: &[Arc<Region<B>>]) {
+    layout.exchange(old.id, new);
+    let linear: Vec<_> = new.iter().map(|new| (new.linear_range(), new.id)).collect();
+    old.anon_vma.replace((old.linear_range(), old.id), &linear);
+}
+
 impl<B: Backend> Default for Retired<B> {
     fn default() -> Self {
         Self(Mutex::new(Inner {
@@ -72,43 +113,70 @@ impl<B: Backend> Default for Retired<B> {
 }
 
 impl<B: Backend> Retired<B> {
-    /// Takes a region out of the layout. Returns whether nobody else has.
+    /// Takes a region that the caller has claimed out of the layout. Returns whether
+    /// it was there.
     pub(super) fn begin(&self, layout: &Layout<B>, region: &Arc<Region<B>>) -> bool {
-        if !region.claim() {
-            return false;
-        }
         let mut inner = self.0.lock();
         let was_there = layout.remove_region(region.id);
         if was_there {
-            inner.going.push(Going {
-                region: Arc::clone(region),
-                by: current().id(),
-            });
+            inner.going.push(Going::new(region, Stage::Leaving));
         }
         was_there
     }
 
-    /// Puts it back: it cannot go.
+    /// Puts it back: it cannot go, or whoever took it away is gone himself.
     pub(super) fn cancel(&self, layout: &Layout<B>, region: &Arc<Region<B>>) {
         let mut inner = self.0.lock();
         inner.going.retain(|going| going.region.id != region.id);
-        region.unclaim();
         layout.put_back(region);
     }
 
-    /// Puts regions in place of one that the caller has claimed.
-    pub(super) fn exchange(
+    /// From here on the memory of a region belongs to `parts`.
+    pub(super) fn part(&self, whole: &Arc<Region<B>>, parts: [Arc<Region<B>>; 2], page: PageIndex) {
+        let going = Going::new(whole, Stage::Parted(parts, page));
+        self.0.lock().going.push(going);
+    }
+
+    /// Puts the parts of a region in its place, if it is parted.
+    pub(super) fn replace_by_parts(&self, layout: &Layout<B>, whole: &Region<B>) {
+        let Some((parts, page)) = self.parts_of(whole) else {
+            return;
+        };
+        hand_over(whole, &parts, page);
+        let mut inner = self.0.lock();
+        exchange(layout, whole, &parts);
+        whole.go();
+        inner.count(whole);
+        let mut going = inner.going.iter_mut();
+        if let Some(going) = going.find(|going| going.region.id == whole.id) {
+            going.stage = Stage::Replaced;
+        }
+    }
+
+    fn parts_of(&self, whole: &Region<B>) -> Option<([Arc<Region<B>>; 2], PageIndex)> {
+        let inner = self.0.lock();
+        let mut going = inner.going.iter();
+        let found = going.find(|going| going.region.id == whole.id)?;
+        match &found.stage {
+            Stage::Parted(parts, page) => Some((parts.each_ref().map(Arc::clone), *page)),
+            _ => None,
+        }
+    }
+
+    /// Puts a region that `ready` gives in place of one that the caller has claimed.
+    pub(super) fn replace(
         &self,
         layout: &Layout<B>,
-        old: &Region<B>,
-        new: impl IntoIterator<Item = Region<B>>,
+        old: &Arc<Region<B>>,
+        ready: impl FnOnce() -> Arc<Region<B>>,
     ) {
         let mut inner = self.0.lock();
-        layout.exchange(old.id, new);
+        exchange(layout, old, &[ready()]);
+        inner.going.push(Going::new(old, Stage::Replaced));
         inner.count(old);
     }
 
-    /// The regions that are out of the layout and not gone yet.
+    /// The regions that are going and not gone yet.
     pub(super) fn going(&self) -> Vec<Arc<Region<B>>> {
         let inner = self.0.lock();
         let going = inner.going.iter();
@@ -122,11 +190,22 @@ impl<B: Backend> Retired<B> {
         left.map(|going| Arc::clone(&going.region)).collect()
     }
 
+    /// Whether it is out of the layout, and can come back.
+    pub(super) fn can_come_back(&self, region: &Region<B>) -> bool {
+        let inner = self.0.lock();
+        let mut going = inner.going.iter();
+        let found = going.find(|going| going.region.id == region.id);
+        found.is_some_and(|going| matches!(going.stage, Stage::Leaving)) && !region.is_gone()
+    }
+
     /// It has gone.
     pub(super) fn end(&self, region: &Region<B>) {
         let mut inner = self.0.lock();
-        inner.going.retain(|going| going.region.id != region.id);
-        inner.count(region);
+        let place = inner.going.iter().position(|g| g.region.id == region.id);
+        let going = place.map(|place| inner.going.swap_remove(place));
+        if going.is_some_and(|going| matches!(going.stage, Stage::Leaving)) {
+            inner.count(region);
+        }
     }
 
     /// The regions of a domain, those that are going among them, and what those
@@ -179,7 +258,9 @@ impl<B: Backend> Inner<B> {
         wanted: impl Fn(&Arc<Region<B>>) -> bool,
     ) -> Vec<Arc<Region<B>>> {
         let standing = layout.regions();
-        let going = self.going.iter().map(|going| &going.region);
+        // The others are counted, or in the layout.
+        let leaving = |going: &&Going<B>| matches!(going.stage, Stage::Leaving);
+        let going = self.going.iter().filter(leaving).map(|g| &g.region);
         let all = standing.iter().chain(going);
         all.filter(|region| wanted(region)).cloned().collect()
     }

@@ -7,13 +7,14 @@ use super::Ksm;
 use crate::backend::{Backend, FrameStore, Memory, RegionOptions};
 use crate::domain::Plan;
 use crate::error::{BackendError, Error, RegisterError};
+use crate::fault::{self, Step};
 use crate::fingerprint::Fingerprint;
+use crate::nursery::Origin;
 use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
+use crate::ration::{Pledge, mappings_for};
 use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId, SpaceId};
-use crate::rmap::ItemId;
 use crate::trace;
-use crate::unshare;
 
 /// How often a frame is sought for a page.
 const TRIES: u32 = 16;
@@ -21,41 +22,19 @@ const TRIES: u32 = 16;
 /// Pages that are taken over at a time.
 const WINDOW_PAGES: u64 = 1024;
 
-/// A region that is being taken over. If that fails, every page keeps its bytes:
-/// those that map frames already get copies.
-#[derive(Debug)]
-struct Taking<B: Backend>(Option<Region<B>>);
-
-/// A page that is to map a frame.
-#[derive(Clone, Copy, Debug)]
-struct Planned {
-    frame: FrameId,
-    item: ItemId,
-    fingerprint: Fingerprint,
-}
-
-/// Neighbours that are put in place by one call. What is not put in place when
-/// this is dropped is given back.
+/// Neighbours that are put in place by one call: all map frames in a row, or all
+/// hold zeros.
 #[derive(Debug)]
 struct Run<'g, 'a, B: Backend> {
     guard: &'g RegionGuard<'a, B>,
     range: PageRange,
-    /// Consecutive frames, one for each page; none if the pages hold zeros.
-    planned: Vec<Planned>,
-}
-
-impl<B: Backend> Drop for Taking<B> {
-    fn drop(&mut self) {
-        let Some(region) = &self.0 else { return };
-        // Where one page gets no copy, others may.
-        let runs = region.pages().frame_runs(region.range());
-        for chunk in runs.into_iter().flat_map(|run| run.chunks(WINDOW_PAGES)) {
-            let _ = unshare::unmerge(region, chunk, u32::MAX);
-        }
-        region.forsake();
-        let (linear, domain) = (region.linear_range(), &region.domain);
-        domain.anon_vmas.remove(&region.anon_vma, linear, region.id);
-    }
+    /// The frames of the first and the last page; none if the pages hold zeros.
+    first: Option<FrameId>,
+    last: Option<FrameId>,
+    /// Of the pages that map frames.
+    fingerprints: Vec<Fingerprint>,
+    /// How many mappings the region may have with it.
+    max: u64,
 }
 
 impl<B: Backend> Ksm<B> {
@@ -68,9 +47,11 @@ impl<B: Backend> Ksm<B> {
     ///
     /// # Errors
     /// [`Error::NoSpace`], [`Error::Register`]; [`Error::Backend`] when the host has
-    /// no memory or no mapping left: every page holds its bytes then, whatever it
-    /// is mapped to, and the memory is registered with nobody. Copied to anonymous
-    /// memory, it can be [registered](Ksm::register) all the same.
+    /// no memory or no mapping left; [`Error::VmaBudget`] when it takes more mappings
+    /// than [`Config::max_vmas`](crate::Config::max_vmas) leaves, which shows as it is
+    /// done. Every page holds its bytes then, whatever it is mapped to, and the memory
+    /// is registered with nobody. Copied to anonymous memory, it can be
+    /// [registered](Ksm::register) all the same.
     pub fn take_over(
         &self,
         space: SpaceId,
@@ -88,131 +69,152 @@ impl<B: Backend> Ksm<B> {
         let id = self.layout.reserve_region();
         let region = Region::new(id, space, Arc::clone(&domain), memory, options, anon_vma);
         region.anon_vma.add(region.linear_range(), id);
-        let mut taking = Taking(Some(region));
-        let region = taking.0.as_ref().expect("just put there");
+        let nursling = self.nursery.enter(region, Origin::Restored);
+        let region = nursling.region();
         let mut last = None;
+        let mut pledge = Pledge::new(&self.vmas);
         for window in region.range().chunks(WINDOW_PAGES) {
             let plan = domain.plan();
             let guard = region.lock()?;
-            self.take_window(&guard, &plan, window, &mut last)?;
+            let max = {
+                let now = region.pages().seams();
+                now + pledge.ask(now, window.len() + 1, || self.mappings())
+            };
+            self.take_window(&guard, &plan, window, &mut last, max)?;
+            fault::point(Step::Reared);
         }
-        self.layout.add_region(space, |_| {
-            let region = taking.0.take();
-            Ok(region.expect("put there above"))
-        })?;
+        self.layout.add_region(space, |_| Ok(nursling.ready()))?;
+        fault::point(Step::Known);
         trace::registered(id, space, pages, options.dma_guarded);
         Ok(id)
     }
 
-    /// `last` is the frame of the page before.
+    /// `last` is the frame of the page before, `max` how many mappings the region may
+    /// have with the window.
     fn take_window(
         &self,
         guard: &RegionGuard<'_, B>,
         plan: &Plan<'_, B>,
         window: PageRange,
         last: &mut Option<FrameId>,
-    ) -> Result<(), BackendError> {
+        max: u64,
+    ) -> Result<(), Error> {
         let mut buf = PageBuf::zeroed();
-        let mut run = Run::new(guard, PageRange::new(window.start, 0), None);
+        let _landing = guard.landing();
+        let mut run = Run::new(guard, window.start, max);
         for page in window.iter() {
             guard.memory().read(page, &mut buf)?;
-            let planned = match buf.is_zero() {
-                true => None,
-                false => Some(self.plan_page(guard.region(), plan, page, &buf, *last)?),
-            };
-            let mut next = Run::new(guard, PageRange::one(page), planned);
-            if run.goes_on(planned) {
-                run.planned.append(&mut next.planned);
-                run.range.end = next.range.end;
+            if buf.is_zero() {
+                run.make_room(None)?;
+                run.push_zeros();
             } else {
-                // `next` waits in the place of `run`, in case this fails.
-                std::mem::replace(&mut run, next).put_in_place()?;
+                *last = Some(self.take_page(&mut run, plan, &buf, *last)?);
             }
-            *last = planned.map_or(*last, |planned| Some(planned.frame));
         }
         run.put_in_place()
     }
 
-    /// A frame for a page of that content.
-    fn plan_page(
+    /// Puts a page of that content at the end of `run`, with a frame reserved, which
+    /// is returned.
+    fn take_page(
         &self,
-        region: &Region<B>,
+        run: &mut Run<'_, '_, B>,
         plan: &Plan<'_, B>,
-        page: PageIndex,
         content: &PageBuf,
         last: Option<FrameId>,
-    ) -> Result<Planned, BackendError> {
-        let (domain, max) = (&region.domain, self.config.max_page_sharing);
+    ) -> Result<FrameId, Error> {
+        let (region, max) = (run.guard.region(), self.config.max_page_sharing);
+        let domain = &region.domain;
         let fingerprint = domain.keys.fingerprint(content);
+        let page = run.range.end;
         for _ in 0..TRIES {
             let frame = plan.frame(last, fingerprint, content)?;
             let frame = plan.with_room(frame, max, |_| 0);
+            run.make_room(Some(frame))?;
             // It may have gone, or filled up, meanwhile.
             let Some(item) = domain.reserve(frame, region.place(page), max, false) else {
                 continue;
             };
+            run.guard.reserved(page, frame, item);
             // From here on it stays what it is: is it what the tree says?
             let mut buf = PageBuf::zeroed();
             if domain.store.read(frame, &mut buf).is_ok() && *buf == *content {
-                return Ok(Planned {
-                    frame,
-                    item,
-                    fingerprint,
-                });
+                run.push(frame, fingerprint);
+                return Ok(frame);
             }
-            domain.release(frame, item);
+            run.guard.release_last();
         }
-        Err(BackendError::Again)
+        Err(BackendError::Again.into())
     }
 }
 
 impl<'g, 'a, B: Backend> Run<'g, 'a, B> {
-    fn new(guard: &'g RegionGuard<'a, B>, range: PageRange, planned: Option<Planned>) -> Self {
+    fn new(guard: &'g RegionGuard<'a, B>, start: PageIndex, max: u64) -> Self {
         Self {
             guard,
-            range,
-            planned: Vec::from_iter(planned),
+            max,
+            first: None,
+            range: PageRange::new(start, 0),
+            last: None,
+            fingerprints: Vec::new(),
         }
     }
 
-    /// Whether the page behind it fits in.
-    fn goes_on(&self, next: Option<Planned>) -> bool {
-        match (self.planned.last(), next) {
-            (Some(last), Some(next)) => last.frame.plus(1) == next.frame,
+    /// Begins anew behind these pages, which are put in place, unless one over
+    /// `next`, or one of zeros, goes on from them.
+    fn make_room(&mut self, next: Option<FrameId>) -> Result<(), Error> {
+        let goes_on = match (self.last, next) {
+            (Some(last), Some(next)) => last.plus(1) == next,
             (None, None) => true,
             _ => self.range.is_empty(),
-        }
-    }
-
-    fn put_in_place(mut self) -> Result<(), BackendError> {
-        let (region, memory) = (self.guard.region(), self.guard.memory());
-        let Some(first) = self.planned.first() else {
-            return match self.range.is_empty() {
-                true => Ok(()),
-                false => memory.vacate(self.range),
-            };
         };
-        memory.adopt(self.range, &region.domain.store, first.frame)?;
-        let mut pages = region.pages();
-        for (page, planned) in self.range.iter().zip(self.planned.drain(..)) {
-            let record = Record {
-                fingerprint: Some(planned.fingerprint),
-                frame: Some(planned.frame),
-                class: Class::Merged(planned.item),
-                age: u8::MAX,
-                outcome: Outcome::Merged,
-            };
-            pages.set(page, record);
+        if goes_on {
+            return Ok(());
         }
-        Ok(())
+        let next = Self::new(self.guard, self.range.end, self.max);
+        std::mem::replace(self, next).put_in_place()
     }
-}
 
-impl<B: Backend> Drop for Run<'_, '_, B> {
-    fn drop(&mut self) {
-        for planned in self.planned.drain(..) {
-            let domain = &self.guard.region().domain;
-            domain.release(planned.frame, planned.item);
+    fn push_zeros(&mut self) {
+        self.range.end = self.range.end.plus(1);
+    }
+
+    fn push(&mut self, frame: FrameId, fingerprint: Fingerprint) {
+        self.range.end = self.range.end.plus(1);
+        self.first.get_or_insert(frame);
+        self.last = Some(frame);
+        self.fingerprints.push(fingerprint);
+    }
+
+    /// Memory that is to be registered must not keep what it was: without a mapping
+    /// there is no other place for the bytes of these pages.
+    fn put_in_place(self) -> Result<(), Error> {
+        if self.range.is_empty() {
+            return Ok(());
         }
+        let Some(first) = self.first else {
+            return Ok(self.guard.memory().vacate(self.range)?);
+        };
+        let needed = {
+            let pages = self.guard.region().pages();
+            pages.seams() + mappings_for(&pages, self.range, first)
+        };
+        if needed > self.max {
+            let left = self.max;
+            return Err(Error::VmaBudget { needed, left });
+        }
+        self.guard.adopt(|pages, adoption| {
+            for ((page, frame, item), fingerprint) in adoption.pages().zip(self.fingerprints) {
+                let record = Record {
+                    fingerprint: Some(fingerprint),
+                    frame: Some(frame),
+                    class: Class::Merged(item),
+                    age: u8::MAX,
+                    outcome: Outcome::Merged,
+                };
+                pages.set(page, record);
+            }
+        })?;
+        Ok(())
     }
 }

@@ -135,14 +135,14 @@ impl<B: Backend> Layout<B> {
     pub(crate) fn add_region(
         &self,
         space: SpaceId,
-        make: impl FnOnce(RegionId) -> Result<Region<B>, Error>,
+        make: impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>,
     ) -> Result<Arc<Region<B>>, Error> {
         let registry = self.registry.lock();
         if !registry.spaces.contains_key(&space) {
             return Err(Error::NoSpace(space));
         }
         self.regions.edit(|regions| {
-            let made = make(RegionId(regions.next)).map(Arc::new);
+            let made = make(RegionId(regions.next));
             let regions = made.as_ref().ok().map(|region| {
                 let mut regions = regions.clone();
                 regions.next = regions.next.max(region.id.0 + 1);
@@ -222,14 +222,14 @@ impl<B: Backend> Layout<B> {
     }
 
     /// Puts regions whose numbers were reserved in place of one, as one step.
-    pub(crate) fn exchange(&self, old: RegionId, new: impl IntoIterator<Item = Region<B>>) {
+    pub(crate) fn exchange(&self, old: RegionId, new: &[Arc<Region<B>>]) {
         self.regions.edit(|regions| {
             let mut regions = regions.clone();
             if let Ok(place) = regions.place(old) {
                 regions.list.remove(place);
             }
             for region in new {
-                regions.enter(Arc::new(region));
+                regions.enter(Arc::clone(region));
             }
             (Some(regions), ())
         });

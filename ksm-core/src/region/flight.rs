@@ -6,6 +6,7 @@ use crate::backend::{Backend, Backing, Memory, Settled};
 use crate::fault::{self, Step};
 use crate::outcome::Outcome;
 use crate::page::{FrameId, PageIndex, PageRange};
+use crate::region::adoption::Adoption;
 use crate::region::{Class, Record, RegionGuard};
 use crate::rmap::ItemId;
 
@@ -17,6 +18,7 @@ pub(crate) struct Flight {
     /// Reserved in the rmap for pages whose records do not say so yet, in the
     /// order of the pages.
     pending: Vec<Pending>,
+    pub(super) adoption: Option<Adoption>,
 }
 
 /// A page that is to map a frame.
@@ -73,7 +75,13 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             stop: Some((range, backing)),
             change: None,
             pending,
+            adoption: None,
         };
+        Landing(self)
+    }
+
+    /// Ends what comes to be under way from here on.
+    pub(crate) const fn landing(&self) -> Landing<'_, 'a, B> {
         Landing(self)
     }
 
@@ -100,6 +108,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     /// stop, and gives back what was reserved in vain. Does nothing when nothing
     /// is under way.
     pub(crate) fn land(&self) {
+        self.end_adoption();
         let (stop, change) = {
             let mut flight = self.lease.journal();
             (flight.stop, flight.change.take())

@@ -3,7 +3,6 @@
 use super::{Class, Flight, LeaseGuard, Region};
 use crate::backend::Backend;
 use crate::page::{PageIndex, PageRange};
-use crate::sync::atomic::Ordering;
 
 /// The lease of a region: the right to change its pages.
 #[derive(Debug)]
@@ -23,12 +22,6 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
 
     pub(crate) fn region(&self) -> &'a Region<B> {
         self.region
-    }
-
-    /// The region is gone when the lease is given up: whoever waits for it, or
-    /// comes to take it, is told so.
-    pub(crate) fn leave(self) {
-        self.region.gone.store(true, Ordering::Release);
     }
 
     /// The memory whose pages this guard may change.

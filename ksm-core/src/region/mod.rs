@@ -9,7 +9,9 @@
 //! before it is done. A holder that unwinds, and one that vanishes, are ended by
 //! the same function, [`RegionGuard::land`].
 
+mod adoption;
 mod anon_vma;
+mod claimed;
 mod flight;
 mod guard;
 mod ids;
@@ -19,7 +21,9 @@ mod page_table;
 mod pins;
 mod place;
 
+pub(crate) use adoption::Adoption;
 pub(crate) use anon_vma::{AnonVma, AnonVmaId, AnonVmas, WalkCost};
+use claimed::Claimant;
 pub(crate) use flight::{Change, Flight, Pending};
 pub(crate) use guard::RegionGuard;
 pub use ids::{DomainId, RegionId, SpaceId};
@@ -61,7 +65,7 @@ pub(crate) struct Region<B: Backend> {
     /// Its pages are another region's now, or nobody's.
     gone: AtomicBool,
     /// Somebody is taking it away or replacing it.
-    claimed: AtomicBool,
+    claimant: Mutex<Option<Claimant>>,
 }
 
 /// Why the lease of a region cannot be taken.
@@ -124,31 +128,23 @@ impl<B: Backend> Region<B> {
             lease: Lease::new(),
             tally: Mutex::default(),
             gone: AtomicBool::new(false),
-            claimed: AtomicBool::new(false),
+            claimant: Mutex::default(),
         }
     }
 
-    /// What takes care of a part of this region in its place, with `memory`. The
-    /// records of the part are given to it; the guard is of this region.
-    pub(crate) fn part(
-        guard: &RegionGuard<'_, B>,
-        id: RegionId,
-        memory: B::Memory,
-        first: PageIndex,
-        pages: PageTable,
-    ) -> Self {
-        let whole = guard.region();
+    /// What is to take care of a part of this region in its place, with `memory`.
+    /// The records of the part are given to it then.
+    pub(crate) fn part(&self, id: RegionId, memory: B::Memory, first: PageIndex) -> Self {
         Self {
-            pgoff: whole.pgoff.plus(first.0),
-            pins: Arc::clone(&whole.pins),
-            pages: Mutex::new(pages),
+            pgoff: self.pgoff.plus(first.0),
+            pins: Arc::clone(&self.pins),
             ..Self::new(
                 id,
-                whole.space,
-                Arc::clone(&whole.domain),
+                self.space,
+                Arc::clone(&self.domain),
                 memory,
-                whole.options,
-                Arc::clone(&whole.anon_vma),
+                self.options,
+                Arc::clone(&self.anon_vma),
             )
         }
     }
@@ -213,17 +209,6 @@ impl<B: Backend> Region<B> {
         self.pins.pin(self.id, pages, pages.plus(self.pgoff.0))
     }
 
-    /// Lets there be no more pin guards, unless there are some now. Returns
-    /// whether there are none.
-    pub(crate) fn close(&self) -> bool {
-        self.pins.close(self.linear_range())
-    }
-
-    /// Undoes a [`Self::close`].
-    pub(crate) fn reopen(&self) {
-        self.pins.reopen(self.linear_range());
-    }
-
     /// Whether its mappings can be given back at all.
     pub(crate) fn gives_back(&self) -> bool {
         self.options.dma_guarded && self.memory.rejoins()
@@ -243,10 +228,20 @@ impl<B: Backend> Region<B> {
     }
 
     fn if_here<'a>(&'a self, guard: RegionGuard<'a, B>) -> Result<RegionGuard<'a, B>, NoLease> {
-        match self.gone.load(Ordering::Acquire) {
+        match self.is_gone() {
             false => Ok(guard),
             true => Err(NoLease::Gone(self.id)),
         }
+    }
+
+    /// Its pages are not its own from here on. Whoever waits for its lease, or comes
+    /// to take it, is told so: to be called by its holder.
+    pub(crate) fn go(&self) {
+        self.gone.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
     }
 
     /// Takes the lease from a thread that is gone, if that has it.
@@ -305,17 +300,6 @@ impl<B: Backend> Region<B> {
                 (None, _) => {}
             }
         }
-    }
-
-    /// Makes the caller the only one who may take the region away or replace it.
-    /// Returns whether it is.
-    pub(crate) fn claim(&self) -> bool {
-        !self.claimed.swap(true, Ordering::AcqRel)
-    }
-
-    /// Undoes a [`Self::claim`].
-    pub(crate) fn unclaim(&self) {
-        self.claimed.store(false, Ordering::Release);
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {

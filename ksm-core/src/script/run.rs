@@ -269,10 +269,14 @@ impl<H: Host> Runner<H> {
         }
     }
 
-    /// An error of the engine is in order only when the host gave it a reason.
+    /// An error of the engine is in order only when the host gave it a reason, or the
+    /// budget of mappings.
     pub(super) fn accept<T>(&self, result: Result<T, Error>) -> Outcome {
         match result {
             Ok(_) => Ok(Applied::Done),
+            Err(error @ Error::VmaBudget { .. }) if self.host.config().max_vmas.is_some() => {
+                Ok(Applied::Refused(error.to_string()))
+            }
             Err(error) if self.is_calm() => Err(format!("error in calm weather: {error:?}")),
             Err(error) => Ok(Applied::Refused(error.to_string())),
         }

@@ -384,7 +384,7 @@ fn page_op(verb: &str, words: &mut Words<'_>) -> Result<Op, String> {
 
 #[cfg(feature = "fault-injection")]
 fn step(word: &str) -> Result<crate::fault::Step, String> {
-    let mut steps = crate::fault::Step::ALL.into_iter();
+    let mut steps = crate::fault::Step::all();
     let found = steps.find(|step| format!("{step:?}") == word);
     found.ok_or_else(|| format!("{word:?} is no step"))
 }

@@ -134,7 +134,9 @@ impl LinuxMemory {
     /// Takes an anchor from each part, where copies may be put in place of frames.
     /// Merging does not need them.
     pub(super) fn drop_anchors(&self) -> Anchors {
-        let wanted = self.memfd.is_none() && self.options.dma_guarded;
+        // What is copied from a mapping of a file is no memory of zeros.
+        let of_file = self.parts.iter().any(|part| part.of_file);
+        let wanted = self.options.dma_guarded && !of_file;
         if !wanted || self.parts.len() > MAX_ANCHORS {
             return Anchors::default();
         }

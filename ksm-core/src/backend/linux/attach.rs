@@ -160,7 +160,7 @@ impl LinuxMemory {
             let start = PageIndex(both.start.0.checked_sub(range.start.0)?);
             (!both.is_empty()).then(|| Part {
                 range: PageRange::new(start, both.len()),
-                attributes: part.attributes,
+                ..*part
             })
         });
         Self {

@@ -20,6 +20,8 @@ use crate::page::{PageIndex, PageRange, pages_in};
 pub(super) struct Part {
     pub(super) range: PageRange,
     pub(super) attributes: Attributes,
+    /// It is a mapping of a file.
+    pub(super) of_file: bool,
 }
 
 /// What becomes of the pages of a region.
@@ -49,6 +51,7 @@ pub(super) fn vet_fresh(span: Span) -> Result<Vec<Part>, RegisterError> {
     Ok(vec![Part {
         range: PageRange::new(PageIndex(0), span.pages()),
         attributes,
+        of_file: false,
     }])
 }
 
@@ -79,6 +82,7 @@ pub(super) fn vet(
                 parts.push(Part {
                     range: PageRange::new(PageIndex(pages_in(at - start)), pages_in(upto - at)),
                     attributes,
+                    of_file: map.inode != 0,
                 });
                 at = upto;
             });

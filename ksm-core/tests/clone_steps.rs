@@ -1,0 +1,383 @@
+//! A thread panics, or vanishes, at every step of making a clone, of taking memory
+//! over, and of changing a region's shape: nothing is left behind, no byte is lost,
+//! and the same can be done again with the same memory.
+//! On the simulated backend; `linux_clone_steps.rs` does the same to real memory.
+#![allow(clippy::unwrap_used)]
+#![cfg(feature = "fault-injection")]
+
+mod step_hooks;
+
+use std::sync::Arc;
+use std::thread;
+
+use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::error::RegisterError;
+use ksm_core::fault::Step;
+use ksm_core::page::{PageBuf, PageIndex, PageRange};
+use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, RegionOptions, SpaceId};
+use step_hooks::{panics_at, vanishes_at};
+
+const PAGES: u64 = 20;
+const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+
+/// In the middle of what it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scene {
+    FirstClone,
+    SecondClone,
+    /// There are no mappings: its pages are copied.
+    CopiedClone,
+    TakeOver,
+    SecondTakeOver,
+    Move,
+    Split,
+    UnregisterPart,
+}
+
+const SCENES: [Scene; 8] = [
+    Scene::FirstClone,
+    Scene::SecondClone,
+    Scene::CopiedClone,
+    Scene::TakeOver,
+    Scene::SecondTakeOver,
+    Scene::Move,
+    Scene::Split,
+    Scene::UnregisterPart,
+];
+
+impl Scene {
+    fn steps(self) -> Vec<Step> {
+        let clone = Step::CLONE.to_vec();
+        match self {
+            Self::FirstClone => [&[Step::Filled, Step::Mapped][..], &clone].concat(),
+            Self::SecondClone | Self::SecondTakeOver => clone,
+            Self::CopiedClone => vec![Step::Nursed, Step::Reserved, Step::Reared, Step::Known],
+            Self::TakeOver => [&[Step::Allotted, Step::Filled][..], &clone].concat(),
+            Self::Move => vec![
+                Step::Nursed,
+                Step::Claimed,
+                Step::Reserved,
+                Step::Adopted,
+                Step::Reared,
+                Step::Replaced,
+                Step::Gone,
+            ],
+            Self::Split => vec![Step::Claimed, Step::Parted, Step::Replaced, Step::Gone],
+            Self::UnregisterPart => [&Step::RESHAPE[..], &[Step::Stopped, Step::Lifted]].concat(),
+        }
+    }
+
+    const fn takes_over(self) -> bool {
+        matches!(self, Self::TakeOver | Self::SecondTakeOver)
+    }
+}
+
+struct World {
+    scene: Scene,
+    sim: SimBackend,
+    ksm: Arc<Ksm<SimBackend>>,
+    /// The parent, and another guest that has some of its pages.
+    guests: [SimGuest; 2],
+    parent: RegionId,
+    spaces: [SpaceId; 2],
+    /// Where the clone comes to be, or what is taken over.
+    place: SimGuest,
+    pin: Option<PinGuard>,
+    scanned: u64,
+}
+
+/// What a page of the parent, and of memory that is taken over, holds.
+fn content(page: u64) -> u64 {
+    match page {
+        // Zeros.
+        9 | 10 | 15 => 0,
+        // Equal pages.
+        11 | 12 => 5,
+        page => 100 + page,
+    }
+}
+
+fn whole() -> PageRange {
+    PageRange::new(PageIndex(0), PAGES)
+}
+
+fn fill(guest: &SimGuest, content: impl Fn(u64) -> u64) {
+    for page in 0..PAGES {
+        guest.write(PageIndex(page), &pattern(content(page)));
+    }
+}
+
+fn world(scene: Scene) -> World {
+    let sim = SimBackend::new(SimConfig {
+        // No mapping is left for a clone, after those of both guests.
+        max_vmas: match scene {
+            Scene::CopiedClone => 12,
+            _ => 1000,
+        },
+        ..SimConfig::default()
+    });
+    // Small windows, so that clones are made in several steps.
+    let config = Config {
+        window_pages: 1,
+        ..Config::default()
+    };
+    let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
+    let domain = ksm.create_domain().unwrap();
+    let spaces = [(); 2].map(|()| ksm.create_space(domain).unwrap());
+    let guests = [sim.guest(PAGES), sim.guest(PAGES)];
+    fill(&guests[0], content);
+    fill(&guests[1], |page| match page {
+        0..6 => content(page),
+        _ => 1000 + page,
+    });
+    let [parent, _] = guests
+        .each_ref()
+        .map(|guest| ksm.register(spaces[0], guest.clone(), GUARDED).unwrap());
+    (0..3).for_each(|_| {
+        ksm.scan(u64::MAX).unwrap();
+    });
+    // One page was merged and written to since; one is in use by a device.
+    guests[0].write(PageIndex(2), &pattern(777));
+    let range = PageRange::one(PageIndex(16));
+    let pins = !matches!(scene, Scene::Move | Scene::UnregisterPart);
+    let pin = pins.then(|| ksm.pin(parent, range).unwrap());
+    let clone = |fill_it: bool| {
+        let place = sim.guest(PAGES);
+        if fill_it {
+            fill(&place, content);
+        }
+        place
+    };
+    match scene {
+        Scene::SecondClone | Scene::CopiedClone => {
+            // A first clone lets the parent map frames, and leaves again.
+            let first = ksm.fork_region(parent, spaces[1], clone(false), GUARDED);
+            if scene == Scene::CopiedClone {
+                ksm.discard(first.unwrap(), whole()).unwrap();
+            }
+        }
+        Scene::SecondTakeOver => {
+            ksm.take_over(spaces[1], clone(true), GUARDED).unwrap();
+        }
+        _ => {}
+    }
+    let place = clone(scene.takes_over());
+    World {
+        scene,
+        scanned: ksm.stats().pages_scanned,
+        sim,
+        ksm,
+        guests,
+        parent,
+        spaces,
+        place,
+        pin,
+    }
+}
+
+/// What happens; an error says that it is done already, or half done.
+fn act(
+    ksm: &Ksm<SimBackend>,
+    scene: Scene,
+    (parent, space): (RegionId, SpaceId),
+    place: SimGuest,
+) -> Result<(), Error> {
+    match scene {
+        Scene::FirstClone | Scene::SecondClone | Scene::CopiedClone => {
+            ksm.fork_region(parent, space, place, GUARDED).map(|_| ())
+        }
+        Scene::TakeOver | Scene::SecondTakeOver => ksm.take_over(space, place, GUARDED).map(|_| ()),
+        Scene::Move => ksm.move_region(parent, place).map(|_| ()),
+        Scene::Split => ksm.split(parent, PageIndex(7)).map(|_| ()),
+        Scene::UnregisterPart => ksm
+            .unregister_part(parent, PageRange::new(PageIndex(5), 7))
+            .map(|_| ()),
+    }
+}
+
+fn expected(page: u64) -> Box<PageBuf> {
+    match page {
+        2 => pattern(777),
+        page => pattern(content(page)),
+    }
+}
+
+impl World {
+    fn action(&self) -> impl FnOnce() -> Result<(), Error> + Send + 'static {
+        let (ksm, scene, place) = (Arc::clone(&self.ksm), self.scene, self.place.clone());
+        let whose = (self.parent, self.spaces[1]);
+        move || act(&ksm, scene, whose, place)
+    }
+
+    fn reads(&self, guest: &SimGuest, expected: impl Fn(u64) -> Box<PageBuf>, when: &str) {
+        for page in whole().iter() {
+            let is = guest.try_read(page);
+            let is = is.unwrap_or_else(|| panic!("{when}: a read of {page} waits"));
+            assert_eq!(is, *expected(page.0), "{when}: page {page}");
+        }
+    }
+
+    fn check(&self, when: &str) {
+        assert_eq!(self.sim.violation(), None, "{when}");
+        assert!(self.sim.busy().is_idle(), "{when}: {:?}", self.sim.busy());
+        self.ksm
+            .check()
+            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        let scanned = self.ksm.stats().pages_scanned;
+        assert!(scanned >= self.scanned, "{when}: {scanned} were scanned");
+        let parents = match self.scene {
+            // Where it lives now.
+            Scene::Move if !self.is_there() => &self.place,
+            _ => &self.guests[0],
+        };
+        self.reads(parents, expected, when);
+        self.reads(
+            &self.guests[1],
+            |page| match page {
+                0..6 => pattern(content(page)),
+                _ => pattern(1000 + page),
+            },
+            when,
+        );
+        if self.scene.takes_over() {
+            self.reads(&self.place, |page| pattern(content(page)), when);
+        }
+    }
+
+    /// Whether the parent is registered still.
+    fn is_there(&self) -> bool {
+        self.ksm.region_stats(self.parent).is_ok()
+    }
+
+    fn clones(&self) -> usize {
+        self.ksm.regions_of(self.spaces[1]).unwrap().len()
+    }
+
+    /// What was interrupted can be done, to the same memory.
+    fn do_again(&self, when: &str) {
+        let done = match self.scene {
+            Scene::Move | Scene::Split | Scene::UnregisterPart => !self.is_there(),
+            Scene::SecondClone | Scene::CopiedClone | Scene::SecondTakeOver => self.clones() == 2,
+            Scene::FirstClone | Scene::TakeOver => self.clones() == 1,
+        };
+        match self.action()() {
+            Ok(()) if !done => {}
+            // It is in use, or no more.
+            Err(Error::Register(RegisterError::OtherUserfaultfd { .. }) | Error::NoRegion(_))
+                if done => {}
+            // It maps frames, some of which are copied.
+            Err(Error::Register(RegisterError::PrivateFile { .. })) if self.scene.takes_over() => {
+                let again = self.sim.guest(PAGES);
+                fill(&again, content);
+                let id = self.ksm.take_over(self.spaces[1], again, GUARDED);
+                self.ksm.unregister(id.unwrap()).unwrap();
+            }
+            other => panic!("{when}: done: {done}, and then {other:?}"),
+        }
+        self.check(when);
+    }
+
+    /// Neither sees what is written to the other.
+    fn write(&self, when: &str) {
+        if matches!(
+            self.scene,
+            Scene::Move | Scene::Split | Scene::UnregisterPart
+        ) {
+            return;
+        }
+        let page = PageIndex(3);
+        let is = pattern(content(3));
+        if !self.scene.takes_over() {
+            assert_eq!(self.place.read(page), *is, "{when}: not a clone");
+        }
+        self.guests[0].write(page, &pattern(1));
+        assert_eq!(self.place.read(page), *is, "{when}");
+        self.place.write(page, &pattern(2));
+        assert_eq!(self.guests[0].read(page), *pattern(1), "{when}");
+        self.guests[0].write(page, &is);
+        self.place.write(page, &is);
+    }
+
+    /// Everything can leave, and nothing is left.
+    fn leave(mut self, when: &str) {
+        self.pin = None;
+        (0..2).for_each(|_| {
+            self.ksm.scan(u64::MAX).unwrap();
+        });
+        self.check(when);
+        for space in self.spaces {
+            for region in self.ksm.regions_of(space).unwrap() {
+                let left = self.ksm.unregister(region);
+                left.unwrap_or_else(|error| panic!("{when}: {error}"));
+            }
+            self.ksm.remove_space(space).unwrap();
+        }
+        let stats = self.ksm.stats();
+        assert_eq!((stats.pages_shared, stats.pages_sharing), (0, 0), "{when}");
+        assert_eq!(self.ksm.store_bytes().unwrap(), 0, "{when}");
+        let guests = [&self.guests[0], &self.guests[1], &self.place];
+        for guest in guests {
+            whole().iter().for_each(|page| {
+                guest.write(page, &pattern(1));
+            });
+        }
+        assert!(self.sim.busy().is_idle(), "{when}");
+    }
+
+    fn goes_on(self, when: &str) {
+        self.check(when);
+        self.do_again(when);
+        self.write(when);
+        self.leave(when);
+    }
+}
+
+/// Every step of every scene, with the first times that it is taken and the last.
+fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
+    let steps = SCENES.into_iter().flat_map(|scene| {
+        let all = Step::all().map(move |step| {
+            let world = world(scene);
+            let action = world.action();
+            let times = step_hooks::times_taken(step, || action().unwrap());
+            let when = format!("{scene:?}: calm, {step:?} {times}");
+            if scene.steps().contains(&step) {
+                assert!(times > 0, "{when}");
+            }
+            world.goes_on(&when);
+            (scene, step, times)
+        });
+        all.flat_map(|(scene, step, times)| {
+            let nths = (1..=times).filter(move |&nth| nth < 6 || nth == times);
+            nths.map(move |nth| (scene, step, nth))
+        })
+    });
+    steps.map(move |(scene, step, nth)| {
+        let when = format!("{scene:?}: {of} at {step:?} {nth}");
+        (world(scene), step, nth, when)
+    })
+}
+
+#[test]
+fn a_panic_leaves_nothing_behind() {
+    for (world, step, nth, when) in accidents("panic") {
+        let action = world.action();
+        let panicked = panics_at(step, nth, || action().unwrap());
+        assert!(panicked, "{when}");
+        world.goes_on(&when);
+    }
+}
+
+#[test]
+fn a_thread_that_vanishes_leaves_nothing_behind() {
+    for (world, step, nth, when) in accidents("gone") {
+        let action = world.action();
+        let dead = vanishes_at(step, nth, || action().unwrap());
+        // Whoever waits for what the thread held goes on.
+        let ksm = Arc::clone(&world.ksm);
+        let scanning = thread::spawn(move || ksm.scan(u64::MAX).unwrap());
+        thread::yield_now();
+        world.ksm.recover(dead);
+        scanning.join().unwrap();
+        world.goes_on(&when);
+    }
+}
