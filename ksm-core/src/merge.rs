@@ -30,7 +30,8 @@ pub(crate) struct Limits {
     pub(crate) max_sharing: u32,
 }
 
-/// Wishes for neighbouring pages over one backing.
+/// Wishes for neighbouring pages over one backing, all of which are met already or
+/// none.
 #[derive(Clone, Copy, Debug)]
 struct Run<'w> {
     wishes: &'w [Wish],
@@ -44,18 +45,26 @@ fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap
     let first = wishes[0].page;
     let pages = guard.region().pages();
     let pins = guard.region().pinned(PageRange::new(first, cap));
-    let kind = |page| (pages.get(page).backing(), pins.contains(page));
+    // A page may be wished for twice: what is merged by now has no copy to stop.
+    let kind = |page| {
+        let record = pages.get(page);
+        (record.backing(), pins.contains(page), is_met(record.class))
+    };
     let of_one_kind = kind(first);
     let joins =
         |pair: &[Wish]| pair[0].page.plus(1) == pair[1].page && kind(pair[1].page) == of_one_kind;
     let cap = usize::try_from(cap).unwrap_or(usize::MAX);
     let joined = wishes.windows(2).take_while(|pair| joins(pair)).count();
-    let (backing, pinned) = of_one_kind;
+    let (backing, pinned, _) = of_one_kind;
     Run {
         wishes: &wishes[..(joined + 1).min(cap)],
         backing,
         pinned,
     }
+}
+
+const fn is_met(class: Class) -> bool {
+    matches!(class, Class::Merged(_) | Class::Zero)
 }
 
 /// Meets what can be met in one stop of the first of `wishes`, within `limits`.
@@ -126,7 +135,7 @@ fn reserve<B: Backend>(
     for (&wish, outcome) in run.iter().zip(outcomes) {
         let page = wish.page;
         let class = region.pages().get(page).class;
-        if matches!(class, Class::Merged(_) | Class::Zero) {
+        if is_met(class) {
             *outcome = Outcome::Unchanged;
             continue;
         }
