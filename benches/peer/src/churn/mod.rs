@@ -156,26 +156,43 @@ impl Bench<'_> {
 
     fn order(&mut self, order: Order, printer: &Printer) -> anyhow::Result<()> {
         let order_name = name_of(&order);
-        let mut done: HashMap<Load, Vec<Figures>> = HashMap::new();
-        // The churners before those that are to match them.
-        for load in Load::value_variants() {
-            if !self.args.loads.contains(load) {
-                continue;
+        let loads = Load::value_variants().iter();
+        let loads: Vec<Load> = loads
+            .filter(|load| self.args.loads.contains(load))
+            .copied()
+            .collect();
+        // The loads take turns, so that what changes on the host meanwhile changes
+        // what is compared alike.
+        let mut rounds: Vec<HashMap<Load, Vec<Figures>>> = Vec::new();
+        for _ in 0..self.repeat {
+            let mut round = HashMap::new();
+            // The churners before those that are to match them.
+            for &load in &loads {
+                let churners = round.get(&Load::Churners).map_or(&[][..], Vec::as_slice);
+                let figures = self.load(order, load, churners)?;
+                round.insert(load, figures);
             }
-            let churners = done.get(&Load::Churners).map(Vec::as_slice);
-            let medians = self.load(order, *load, churners.unwrap_or_default())?;
-            self.print(&medians, &order_name, &name_of(load), printer)?;
-            done.insert(*load, medians);
+            rounds.push(round);
+        }
+        for load in loads {
+            let runs = rounds.iter().map(|round| round[&load].clone());
+            self.print(
+                &medians(runs.collect()),
+                &order_name,
+                &name_of(&load),
+                printer,
+            )?;
         }
         for control in [Load::Burners, Load::Matched] {
-            let (Some(contended), Some(medians)) = (done.get(&Load::Churners), done.get(&control))
-            else {
-                continue;
-            };
-            let pairs = contended.iter().zip(medians);
-            let relative: Vec<_> = pairs.map(|(mine, other)| relative(mine, other)).collect();
-            let case = format!("contended-over-{}", name_of(&control));
-            self.print(&relative, &order_name, &case, printer)?;
+            let runs = rounds.iter().filter_map(|round| {
+                let pairs = round.get(&Load::Churners)?.iter().zip(round.get(&control)?);
+                Some(pairs.map(|(mine, other)| relative(mine, other)).collect())
+            });
+            let runs: Vec<Vec<Figures>> = runs.collect();
+            if !runs.is_empty() {
+                let case = format!("contended-over-{}", name_of(&control));
+                self.print(&medians(runs), &order_name, &case, printer)?;
+            }
         }
         Ok(())
     }
@@ -190,21 +207,19 @@ impl Bench<'_> {
     ) -> anyhow::Result<Vec<Figures>> {
         let ours = self.args.policies.iter().map(|&policy| Who::Ours(policy));
         let whos: Vec<Who> = [Who::Kernel].into_iter().chain(ours).collect();
-        let mut runs = vec![Vec::new(); whos.len()];
-        for _ in 0..self.repeat {
-            for (at, &who) in whos.iter().enumerate() {
-                let cores = churners.get(at).map(|run| run.get("churners_cpu_cores"));
-                let weight = Weight {
-                    load,
-                    threads: self.args.threads,
-                    rate: self.rate,
-                    duty: cores.unwrap_or(0.0) / f64::from(self.args.threads),
-                };
-                runs[at].push(self.trial(order, weight, who)?);
-            }
-        }
-        let median = |runs: &Vec<Figures>| Figures::median(runs, SPREAD);
-        Ok(runs.iter().map(median).collect())
+        let run = |(at, who)| {
+            let cores = churners
+                .get(at)
+                .map(|run: &Figures| run.get("churners_cpu_cores"));
+            let weight = Weight {
+                load,
+                threads: self.args.threads,
+                rate: self.rate,
+                duty: cores.unwrap_or(0.0) / f64::from(self.args.threads),
+            };
+            self.trial(order, weight, who)
+        };
+        whos.into_iter().enumerate().map(run).collect()
     }
 
     /// Prints the figures of each policy beside the kernel's, which come first.
@@ -288,7 +303,18 @@ impl Bench<'_> {
     }
 }
 
-/// Times under churn by those beside burners.
+/// The median of each side's figures over all rounds.
+fn medians(rounds: Vec<Vec<Figures>>) -> Vec<Figures> {
+    let sides = rounds.first().map_or(0, Vec::len);
+    let side = |at: usize| -> Vec<Figures> {
+        let of_side = rounds.iter().map(|round| round[at].clone());
+        of_side.collect()
+    };
+    let sides = (0..sides).map(|at| Figures::median(&side(at), SPREAD));
+    sides.collect()
+}
+
+/// Times under churn by those beside a control, in the same round.
 fn relative(contended: &Figures, control: &Figures) -> Figures {
     let mut relative = Figures::default();
     for name in ["merge_seconds", "longest_probe_ms"] {
