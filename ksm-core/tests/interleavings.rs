@@ -46,6 +46,15 @@ impl World {
             .register(self.space, guest.clone(), options)
             .unwrap()
     }
+
+    /// The regions of two guests that hold the same, merged.
+    fn merged_pair(&self) -> [RegionId; 2] {
+        let register = |()| self.register(&self.guest(8, 1), GUARDED);
+        let regions = [(); 2].map(register);
+        self.passes(2);
+        regions
+    }
+
     fn passes(&self, passes: u64) {
         for _ in 0..passes {
             self.ksm.scan(u64::MAX).unwrap();
@@ -111,11 +120,7 @@ fn stands_at(
 #[test]
 fn quiesce_waits_for_a_region_that_leaves() {
     let world = world();
-    let guests = [world.guest(8, 1), world.guest(8, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    world.passes(2);
+    let regions = world.merged_pair();
     let ksm = Arc::clone(&world.ksm);
     let (go, leaving) = stands_at(Step::Stopped, move || ksm.unregister(regions[0]).unwrap());
     let (ksm, sim) = (Arc::clone(&world.ksm), world.sim.clone());
@@ -136,11 +141,7 @@ fn quiesce_waits_for_a_region_that_leaves() {
 #[test]
 fn a_thread_that_vanishes_while_it_unregisters_leaves_nothing_stopped() {
     let world = world();
-    let guests = [world.guest(8, 1), world.guest(8, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    world.passes(2);
+    let regions = world.merged_pair();
     let ksm = Arc::clone(&world.ksm);
     let dead = vanishes_at(Step::Stopped, 1, move || drop(ksm.unregister(regions[0])));
     let leases = world.ksm.recover(dead);
@@ -156,11 +157,7 @@ fn a_thread_that_vanishes_while_it_unregisters_leaves_nothing_stopped() {
 #[test]
 fn quiesce_holds_the_parts_of_what_is_split() {
     let world = world();
-    let guests = [world.guest(8, 1), world.guest(8, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    world.passes(2);
+    let regions = world.merged_pair();
     // A place for a frame to go to.
     for region in regions {
         world.ksm.discard(region, range(0, 1)).unwrap();
@@ -379,11 +376,7 @@ fn no_clone_comes_to_a_space_that_was_dropped() {
 #[test]
 fn an_unregister_whose_thread_vanished_can_be_repeated() {
     let world = world();
-    let guests = [world.guest(8, 1), world.guest(8, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    world.passes(2);
+    let regions = world.merged_pair();
     let ksm = Arc::clone(&world.ksm);
     let dead = vanishes_at(Step::Lifted, 1, move || drop(ksm.unregister(regions[0])));
     world.ksm.recover(dead);
