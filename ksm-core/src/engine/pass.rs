@@ -13,7 +13,7 @@ use crate::merge::{self, Limits, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
 use crate::page::{PageIndex, PageRange};
 use crate::region::{Region, RegionGuard, RegionId};
-use crate::scan::{Aim, Batch, Survey};
+use crate::scan::{Ahead, Aim, Batch, Survey};
 use crate::stats::ScanReport;
 use crate::trace::{self, PassTally};
 
@@ -196,22 +196,21 @@ impl<B: Backend> Ksm<B> {
             end: region.range().end,
         };
         let to_come = within.len();
-        let mut batch = Batch::default();
+        let (mut batch, mut ahead) = (Batch::default(), Ahead::default());
         let mut next_guard = Some(guard);
         while let Some(guard) = next_guard {
-            let max_pages = u64::from(self.config.window_pages).min(budget - report.pages_scanned);
+            let left = budget - report.pages_scanned;
+            let max_pages = u64::from(self.config.window_pages).min(left);
+            ahead.continue_under(guard.epoch());
+            let sight = ahead.window(guard.memory(), within, max_pages, left)?;
             let known = batch.wishes.len();
-            let findings = survey.window(&guard, within, max_pages, batch)?;
+            let findings = survey.window(&guard, &sight, batch);
             drop(guard);
             report.pages_scanned += findings.scanned;
             report.outcomes.add(&findings.outcomes);
-            let looked_at = PageRange {
-                end: findings.next,
-                ..within
-            };
             let mergeable = findings.batch.wishes.len() - known;
-            trace::window(region.id, looked_at, findings.scanned, mergeable);
-            (within.start, batch) = (findings.next, findings.batch);
+            trace::window(region.id, sight.range, findings.scanned, mergeable);
+            (within.start, batch) = (sight.range.end, findings.batch);
             let full = batch.wishes.len() >= BATCH || report.pages_scanned >= budget;
             next_guard = if within.is_empty() || full {
                 None

@@ -24,6 +24,12 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         self.region
     }
 
+    /// How often the lease had been taken when this guard took it: the next higher
+    /// one is of whoever took it next.
+    pub(crate) const fn epoch(&self) -> u64 {
+        self.lease.epoch()
+    }
+
     /// The memory whose pages this guard may change.
     pub(crate) fn memory(&self) -> &B::Memory {
         &self.region.memory

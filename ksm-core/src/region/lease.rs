@@ -162,6 +162,11 @@ impl<J> Lease<J> {
 }
 
 impl<J> LeaseGuard<'_, J> {
+    /// Counts those who took the lease, this one included.
+    pub(crate) const fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
     /// What the holder has under way. To be let go of at once: a thread that
     /// vanishes with it cannot be evicted.
     pub(crate) fn journal(&self) -> MutexGuard<'_, J> {

@@ -1,20 +1,20 @@
 //! What the page map says of a window, and the records with it.
 
-use super::Window;
+use super::{Sight, Window};
 use crate::backend::{Backend, PageRun, PageState};
 use crate::outcome::Outcome;
-use crate::page::{PageIndex, PageRange};
+use crate::page::PageIndex;
 use crate::region::{Class, Record};
 
 impl<B: Backend> Window<'_, '_, B> {
     /// Forgets pages that were populated once and are holes now (the kernel:
     /// `remove_trailing_rmap_items`). A merged page that nobody has touched since
     /// is a hole too, and so is a zero page: those stay.
-    pub(super) fn forget_absent(&self, range: PageRange, runs: &[PageRun]) {
+    pub(super) fn forget_absent(&self, sight: &Sight) {
         let mut pages = self.region.pages();
-        let mut runs = runs.iter().map(|run| run.range).peekable();
+        let mut runs = sight.runs.iter().map(|run| run.range).peekable();
         let mut gone = Vec::new();
-        for (page, record) in pages.seen(range) {
+        for (page, record) in pages.seen(sight.range) {
             while runs.next_if(|run| run.end <= page).is_some() {}
             let populated = runs.peek().is_some_and(|run| run.contains(page));
             if !populated && record.frame.is_none() && record.class != Class::Zero {

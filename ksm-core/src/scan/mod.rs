@@ -7,6 +7,7 @@
 //! that guest writes never disorder a tree; whether pages are equal is decided
 //! later, with their writes stopped ([`merge`](crate::merge)).
 
+mod ahead;
 mod look;
 
 use std::collections::HashMap;
@@ -16,21 +17,19 @@ use rayon::prelude::*;
 use crate::backend::{Backend, Memory};
 use crate::config::Config;
 use crate::domain::Plan;
-use crate::error::BackendError;
 use crate::fault::{self, Step};
 use crate::fingerprint::Fingerprint;
 use crate::layout::Layout;
 use crate::merge::{Goal, Wish};
 use crate::outcome::{Outcome, OutcomeCounts};
-use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
+use crate::page::{FrameId, PageBuf, PageIndex};
 use crate::region::{Class, PinnedPages, Record, Region, RegionGuard, RegionId};
 use crate::walk::{Reach, Walk};
+pub(crate) use ahead::{Ahead, Sight};
 
 /// What a window found.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
-    /// Where the next window starts.
-    pub(crate) next: PageIndex,
     /// Pages looked at.
     pub(crate) scanned: u64,
     /// What became of those that are not to be merged.
@@ -80,38 +79,26 @@ struct Window<'w, 'a, B: Backend> {
 }
 
 impl<B: Backend> Survey<'_, B> {
-    /// Looks at up to `max_pages` populated pages of `within`, behind the windows
-    /// that found `batch`.
-    ///
-    /// # Errors
-    /// When the page map cannot be read.
+    /// Looks at a window, which is behind those that found `batch`.
     pub(crate) fn window(
         &self,
         guard: &RegionGuard<'_, B>,
-        within: PageRange,
-        max_pages: u64,
+        sight: &Sight,
         batch: Batch,
-    ) -> Result<Findings, BackendError> {
-        let mut runs = Vec::new();
-        let next = guard.memory().populated(within, max_pages, &mut runs)?;
-        let looked_at = PageRange {
-            start: within.start,
-            end: next,
-        };
+    ) -> Findings {
         let mut window = Window {
             survey: self,
             guard,
             region: guard.region(),
-            pinned: guard.region().pinned(looked_at),
+            pinned: guard.region().pinned(sight.range),
             findings: Findings {
-                next,
                 batch,
                 ..Findings::default()
             },
             buf: PageBuf::zeroed(),
         };
-        window.forget_absent(looked_at, &runs);
-        let candidates = window.look(&runs);
+        window.forget_absent(sight);
+        let candidates = window.look(&sight.runs);
         let fingerprints = window.fingerprint(&candidates);
         fault::point(Step::Hashed);
         let stretches = stretches(&candidates, &fingerprints);
@@ -128,7 +115,7 @@ impl<B: Backend> Survey<'_, B> {
         tally.pages_scanned += window.findings.scanned;
         tally.outcomes.add(&window.findings.outcomes);
         drop(tally);
-        Ok(window.findings)
+        window.findings
     }
 }
 
