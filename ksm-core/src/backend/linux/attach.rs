@@ -1,7 +1,7 @@
 //! Taking guest memory under care, and parting it.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -14,7 +14,6 @@ use super::memfd::Memfd;
 use super::memory::LinuxMemory;
 use super::source::HostRegion;
 use super::span::Span;
-use super::staging::Staging;
 use super::uffd::Mode;
 use super::vet::{Content, Part, vet, vet_fresh};
 use super::{host_error, mapping, mapping_error};
@@ -64,7 +63,7 @@ impl LinuxMemory {
             memfd,
             by_move,
             touched: AtomicBool::new(false),
-            staging: OnceLock::new(),
+            staging: Mutex::default(),
             journal: Journal::default(),
             anchors: Anchors::default(),
             claim: Mutex::new(Some(claim)),
@@ -105,24 +104,19 @@ impl LinuxMemory {
 
     /// Makes room for `pages` pages that are moved out.
     pub(super) fn open_staging(&self, pages: u64) -> Result<(), BackendError> {
-        let staging = match self.staging.get() {
+        self.touch()?;
+        // Only the holder of the region's lease stops pages.
+        let staging = match self.staging() {
             Some(staging) => staging,
-            None => self.first_staging()?,
+            None => {
+                let taken = self.host.stagings.take(&self.host.uffd);
+                let taken = taken.map_err(|(call, errno)| mapping_error(call, errno))?;
+                self.staging.lock().insert(taken).clone()
+            }
         };
         staging
             .begin(pages)
             .map_err(|errno| host_error("madvise(MADV_DONTNEED)", errno))
-    }
-
-    fn first_staging(&self) -> Result<&Staging, BackendError> {
-        self.touch()?;
-        let staging = Staging::new(Arc::clone(&self.host))
-            .map_err(|errno| mapping_error("mmap of staging", errno))?;
-        staging
-            .open()
-            .map_err(|errno| mapping_error("UFFDIO_REGISTER", errno))?;
-        // Only the holder of the region's lease stops pages.
-        Ok(self.staging.get_or_init(|| staging))
     }
 
     /// Ends what is under way, and undoes what was done to the mappings.
@@ -173,7 +167,7 @@ impl LinuxMemory {
             memfd: self.memfd.as_ref().map(|memfd| memfd.from(range.start)),
             by_move: self.by_move,
             touched: AtomicBool::new(self.touched.load(Ordering::Acquire)),
-            staging: OnceLock::new(),
+            staging: Mutex::default(),
             journal: Journal::default(),
             // Frames may be mapped where they would be taken from.
             anchors: Anchors::default(),

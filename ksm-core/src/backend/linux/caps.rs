@@ -15,6 +15,7 @@ use super::claim::Claims;
 use super::mapping::{Attributes, Scratch};
 use super::pagemap::Pagemap;
 use super::smaps::Smaps;
+use super::staging::Stagings;
 use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
 
@@ -157,6 +158,7 @@ pub(super) struct Host {
     /// The method that was asked for.
     pub(super) asked: StopMethod,
     pub(super) claims: Claims,
+    pub(super) stagings: Stagings,
 }
 
 impl Host {
@@ -181,6 +183,7 @@ impl Host {
             max_map_count: fds.max_map_count,
             asked,
             claims: Claims::default(),
+            stagings: Stagings::default(),
         })
     }
 

@@ -191,7 +191,11 @@ impl Bench {
         }
         self.memory.rest();
         if let Some(staging) = self.memory.staging() {
-            assert!(staging.is_empty(RANGE.len()).unwrap());
+            assert!(
+                staging
+                    .is_empty(&self.memory.host.pagemap, RANGE.len())
+                    .unwrap()
+            );
         }
         // As good as new: it can be stopped as what it is now.
         self.fill(1);

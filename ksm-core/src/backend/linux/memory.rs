@@ -1,7 +1,7 @@
 //! [`LinuxMemory`]: guest memory under care.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
 
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -44,8 +44,8 @@ pub struct LinuxMemory {
     pub(super) by_move: bool,
     /// Its mappings carry what they did not when it was attached.
     pub(super) touched: AtomicBool,
-    /// Mapped when pages first go out.
-    pub(super) staging: OnceLock<Staging>,
+    /// There from when pages first go out until no more are to follow.
+    pub(super) staging: Mutex<Option<Arc<Staging>>>,
     pub(super) journal: Journal,
     pub(super) anchors: Anchors,
     /// Given up last, when nothing is stopped or registered any more.
@@ -53,9 +53,9 @@ pub struct LinuxMemory {
 }
 
 impl LinuxMemory {
-    /// Where pages go that are moved out; none if none ever were.
-    pub(super) fn staging(&self) -> Option<&Staging> {
-        self.staging.get()
+    /// Where pages are that were moved out; none if none are.
+    pub(super) fn staging(&self) -> Option<Arc<Staging>> {
+        self.staging.lock().clone()
     }
 
     /// Maps the pages of `range` that a memfd holds in memory, so that the page

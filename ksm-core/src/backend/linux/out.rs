@@ -219,7 +219,7 @@ impl LinuxMemory {
             return Ok(());
         };
         let empty = staging
-            .is_empty(self.journal.run().len())
+            .is_empty(&self.host.pagemap, self.journal.run().len())
             .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
         if !empty {
             self.put_back(self.journal.run());

@@ -278,9 +278,20 @@ impl LinuxMemory {
         if let Some(bare) = self.journal.take_bare() {
             self.carry(bare, Attributes::of_frames);
         }
-        if let Some(staging) = self.staging().filter(|_| !self.journal.is_open()) {
-            // If it fails they are dropped when there is no more room.
-            let _ = staging.sweep();
+        if !self.journal.is_open() {
+            self.close_staging();
+        }
+    }
+
+    /// Drops what is left in the staging area, and lets others have it.
+    fn close_staging(&self) {
+        let Some(staging) = self.staging.lock().take() else {
+            return;
+        };
+        match staging.sweep() {
+            Ok(()) => self.host.stagings.give_back(staging),
+            // Then it is swept when there is no more room.
+            Err(_) => *self.staging.lock() = Some(staging),
         }
     }
 

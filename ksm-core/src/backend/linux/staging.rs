@@ -1,4 +1,5 @@
-//! [`Staging`]: where the pages of a run are while they are out.
+//! [`Staging`]: where the pages of a run are while they are out, and [`Stagings`],
+//! those that nobody uses now.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,12 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::io::Errno;
 use vm_memory::VolatileSlice;
 
-use super::caps::Host;
 use super::journal::MAX_STOP;
 use super::mapping::{self, Attributes};
+use super::pagemap::Pagemap;
 use super::span::Span;
-use super::uffd::Mode;
+use super::uffd::{Mode, Userfaultfd};
 use crate::page::{PAGE_SIZE, PageBuf};
+use crate::sync::Mutex;
 
 /// Places in the area, in pages: what a pass merges together, 16 MiB, has room in it.
 const PLACES: u64 = 16 * MAX_STOP;
@@ -21,7 +23,6 @@ const PLACES: u64 = 16 * MAX_STOP;
 /// space. Known to nobody else, so the pages in it do not change.
 #[derive(Debug)]
 pub(super) struct Staging {
-    host: Arc<Host>,
     span: Span,
     /// The first place of the run that was stopped last.
     run: AtomicU64,
@@ -29,29 +30,48 @@ pub(super) struct Staging {
     next: AtomicU64,
 }
 
+/// Empty staging areas, for the next region that is merged: to map one takes five
+/// system calls that wait for the lock of the address space, and few are needed at
+/// a time.
+#[derive(Debug, Default)]
+pub(super) struct Stagings(Mutex<Vec<Arc<Staging>>>);
+
+impl Stagings {
+    /// One that nobody else uses, to which `uffd` moves pages.
+    ///
+    /// # Errors
+    /// The call that failed, where one had to be mapped.
+    pub(super) fn take(&self, uffd: &Userfaultfd) -> Result<Arc<Staging>, (&'static str, Errno)> {
+        let spare = self.0.lock().pop();
+        spare.map_or_else(|| Ok(Arc::new(Staging::new(uffd)?)), Ok)
+    }
+
+    /// Takes back one that was swept, from the only one that used it.
+    pub(super) fn give_back(&self, staging: Arc<Staging>) {
+        self.0.lock().push(staging);
+    }
+}
+
 impl Staging {
-    /// Maps a staging area. Until [`Staging::open`] nothing can be moved to it.
-    pub(super) fn new(host: Arc<Host>) -> Result<Self, Errno> {
+    fn new(uffd: &Userfaultfd) -> Result<Self, (&'static str, Errno)> {
         let attributes = Attributes {
             no_reserve: true,
             dont_dump: true,
             no_huge: true,
             ..Attributes::default()
         };
-        let span = mapping::map_anonymous(PLACES, attributes)?;
+        let span = mapping::map_anonymous(PLACES, attributes);
+        // From here on dropping it unmaps it.
         let staging = Self {
-            host,
-            span,
+            span: span.map_err(|errno| ("mmap of staging", errno))?,
             run: AtomicU64::new(0),
             next: AtomicU64::new(0),
         };
-        attributes.apply(span)?;
+        let applied = attributes.apply(staging.span);
+        applied.map_err(|errno| ("madvise of staging", errno))?;
+        let registered = uffd.register(staging.span, Mode::Missing);
+        registered.map_err(|errno| ("UFFDIO_REGISTER", errno))?;
         Ok(staging)
-    }
-
-    /// Lets pages be moved to it.
-    pub(super) fn open(&self) -> Result<(), Errno> {
-        self.host.uffd.register(self.span, Mode::Missing)
     }
 
     /// Makes room for a run of `pages` pages. Nothing of the last one is out.
@@ -87,11 +107,9 @@ impl Staging {
     }
 
     /// Whether none of the first `pages` places of the run is taken.
-    pub(super) fn is_empty(&self, pages: u64) -> Result<bool, Errno> {
+    pub(super) fn is_empty(&self, pagemap: &Pagemap, pages: u64) -> Result<bool, Errno> {
         let mut found = false;
-        self.host
-            .pagemap
-            .populated(self.slots(0, pages), 1, |_| found = true)?;
+        pagemap.populated(self.slots(0, pages), 1, |_| found = true)?;
         Ok(!found)
     }
 }

@@ -51,10 +51,8 @@ impl LinuxStore {
             .map_err(|errno| host_error("fcntl(F_ADD_SEALS)", errno))?;
         // Others may have it, but only to read: see `open_read_only`.
         fchmod(&fd, Mode::RUSR).map_err(|errno| host_error("fchmod", errno))?;
-        Ok(Self {
-            fd,
-            windows: Windows::default(),
-        })
+        let windows = Windows::new(fd.as_fd());
+        Ok(Self { fd, windows })
     }
 
     /// A descriptor for another process: it can map frames privately and read

@@ -66,12 +66,23 @@ impl Place {
 }
 
 impl Windows {
+    /// Those of an empty file. The first is there from now on: a merge would have to
+    /// wait for the lock of the address space to map it.
+    pub(super) fn new(fd: BorrowedFd<'_>) -> Self {
+        let windows = Self::default();
+        windows.at(fd, Place::of(FrameId(0)));
+        windows
+    }
+
+    fn at(&self, fd: BorrowedFd<'_>, place: Place) -> &Window {
+        self.0[place.window].get_or_init(|| Window::new(fd, place))
+    }
+
     /// Notes that `frames` have memory from now on, or have none any more.
     pub(super) fn note(&self, fd: BorrowedFd<'_>, frames: FrameRange, reserved: bool) {
         for frame in frames.iter() {
             let place = Place::of(frame);
-            let window = self.0[place.window].get_or_init(|| Window::new(fd, place));
-            let word = &window.reserved[usize_from(place.index / 64)];
+            let word = &self.at(fd, place).reserved[usize_from(place.index / 64)];
             let bit = 1 << (place.index % 64);
             if reserved {
                 word.fetch_or(bit, Ordering::AcqRel);
