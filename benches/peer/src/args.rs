@@ -74,12 +74,12 @@ pub(crate) struct ChurnArgs {
     pub(crate) loads: Vec<Load>,
 
     /// How often each case is run
-    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) repeat: u32,
 
     /// When to give up waiting until everything is merged, for `try-skip`; others get
     /// 15 times that
-    #[arg(long, default_value_t = 4.0)]
+    #[arg(long, default_value_t = 2.0)]
     pub(crate) limit_seconds: f64,
 
     /// Layout changes a second, of all threads together [default: what the kernel's
