@@ -49,7 +49,11 @@ impl LinuxMemory {
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
         self.carry(range, Attributes::of_frames);
-        self.register_frames(range);
+        // Where what is not replaced cannot be registered, the kernel would refuse to
+        // unregister all of it together: then that is done when they are stopped.
+        if !self.parts.iter().any(|part| part.of_file) {
+            self.register_frames(range);
+        }
         self.free_below(range);
         Ok(())
     }
