@@ -38,6 +38,8 @@ pub enum Step {
     Nursed,
     /// Frames are counted as mapped by pages of it, and are not mapped yet.
     Reserved,
+    /// They are about to be mapped, and are said to be.
+    Adopting,
     /// They are mapped, and the records do not say so yet.
     Adopted,
     /// Some of its pages are complete.
@@ -72,9 +74,10 @@ impl Step {
     ];
 
     /// The further steps of making a clone and of taking memory over, in order.
-    pub const CLONE: [Self; 5] = [
+    pub const CLONE: [Self; 6] = [
         Self::Nursed,
         Self::Reserved,
+        Self::Adopting,
         Self::Adopted,
         Self::Reared,
         Self::Known,

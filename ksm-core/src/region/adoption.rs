@@ -17,6 +17,8 @@ pub(crate) struct Adoption {
     first: FrameId,
     /// Reserved in the rmap, one for each page.
     items: Vec<ItemId>,
+    /// Said ahead of the truth: what is not mapped yet is kept as if it were, and
+    /// gets copies like that.
     is_mapped: bool,
 }
 
@@ -100,11 +102,18 @@ impl<B: Backend> RegionGuard<'_, B> {
         let Some((range, first)) = run.filter(|(range, _)| !range.is_empty()) else {
             return Ok(());
         };
+        let say_mapped = |is_mapped| {
+            if let Some(adoption) = &mut self.lease.journal().adoption {
+                adoption.is_mapped = is_mapped;
+            }
+        };
+        // Were it said afterwards, a thread lost in between would leave pages that map
+        // frames which nobody knows to be mapped.
+        say_mapped(true);
+        fault::point(Step::Adopting);
         let store = &self.region.domain.store;
-        self.memory().adopt(range, store, first)?;
-        if let Some(adoption) = &mut self.lease.journal().adoption {
-            adoption.is_mapped = true;
-        }
+        let adopted = self.memory().adopt(range, store, first);
+        adopted.inspect_err(|_| say_mapped(false))?;
         fault::point(Step::Adopted);
         let done = self.lease.journal().adoption.take();
         if let Some(adoption) = done {
