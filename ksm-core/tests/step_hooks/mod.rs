@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::mpsc;
-use std::thread::{self, ThreadId};
+use std::thread::{self, JoinHandle, ThreadId};
 
 use ksm_core::fault::{Hook, Step, set_hook};
 
@@ -60,4 +60,42 @@ pub(crate) fn vanishes_at(
         scan();
     });
     when_gone.recv().unwrap()
+}
+
+/// A thread that stands at a step until told to go on.
+pub(crate) struct Standing {
+    here: mpsc::Receiver<()>,
+    go: mpsc::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Standing {
+    /// At the `nth` time that `call` takes `step`.
+    pub(crate) fn at(step: Step, nth: usize, call: impl FnOnce() + Send + 'static) -> Self {
+        let (is_here, here) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            set_hook(at(step, nth, move || {
+                is_here.send(()).unwrap();
+                let _ = may_go.recv();
+            }));
+            call();
+            set_hook(None);
+        });
+        Self { here, go, thread }
+    }
+
+    /// Waits until it stands there.
+    pub(crate) fn is_there(&self) {
+        self.here.recv().unwrap();
+    }
+
+    pub(crate) fn go(&self) {
+        self.go.send(()).unwrap();
+    }
+
+    /// Waits for the end of the call.
+    pub(crate) fn ends(self) {
+        self.thread.join().unwrap();
+    }
 }
