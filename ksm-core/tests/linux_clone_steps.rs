@@ -243,24 +243,24 @@ impl World {
     }
 }
 
+/// How often a scene takes a step, where nothing happens.
+fn times_taken(scene: Scene, kind: Kind, step: Step) -> usize {
+    let world = world(scene, kind);
+    let action = world.action();
+    step_hooks::times_taken(step, || action().unwrap())
+}
+
 /// Every step of every scene, with the first times that it is taken and the last.
 fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
-    let kinds = SCENES
+    let scenes = SCENES
         .into_iter()
         .flat_map(|scene| KINDS.map(|kind| (scene, kind)));
-    let steps = kinds.flat_map(|(scene, kind)| Step::all().map(move |step| (scene, kind, step)));
-    let nths = steps.flat_map(|(scene, kind, step)| {
-        let world = world(scene, kind);
-        let action = world.action();
-        let times = step_hooks::times_taken(step, || action().unwrap());
-        let is_told = |nth: &usize| *nth < 3;
-        let nths = (1..=times).filter(move |nth| is_told(nth) || *nth == times);
-        nths.map(move |nth| (scene, kind, step, nth))
+    let taken = scenes.flat_map(|(scene, kind)| {
+        let times = move |step| ((scene, kind), step, times_taken(scene, kind, step));
+        Step::all().map(times)
     });
-    nths.map(move |(scene, kind, step, nth)| {
-        let when = format!("{scene:?}, {kind:?}: {of} at {step:?} {nth}");
-        (world(scene, kind), step, nth, when)
-    })
+    let all = step_hooks::accidents(of, taken, 2);
+    all.map(|((scene, kind), step, nth, when)| (world(scene, kind), step, nth, when))
 }
 
 #[test]

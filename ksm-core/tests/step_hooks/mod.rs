@@ -2,6 +2,7 @@
 #![allow(dead_code)] // No test file uses all of it.
 #![allow(clippy::unwrap_used)]
 
+use std::fmt::Debug;
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle, ThreadId};
 
@@ -31,6 +32,24 @@ pub(crate) fn times_taken(step: Step, scan: impl FnOnce()) -> usize {
     scan();
     set_hook(None);
     counted.iter().count()
+}
+
+/// Every accident that can happen, where `taken` says how often each step is taken in
+/// a scene: at the first times, `first` of them, and at the last; and what it is
+/// called, if it is one `of` that kind.
+pub(crate) fn accidents<S: Copy + Debug>(
+    of: &str,
+    taken: impl IntoIterator<Item = (S, Step, usize)>,
+    first: usize,
+) -> impl Iterator<Item = (S, Step, usize, String)> {
+    let all = taken.into_iter().flat_map(move |(scene, step, times)| {
+        let nths = (1..=times).filter(move |&nth| nth <= first || nth == times);
+        nths.map(move |nth| (scene, step, nth))
+    });
+    all.map(move |(scene, step, nth)| {
+        let when = format!("{scene:?}: {of} at {step:?} {nth}");
+        (scene, step, nth, when)
+    })
 }
 
 /// Lets `scan` panic at the `nth` time that it takes `step`. Returns whether it
