@@ -5,35 +5,21 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
 
+mod clone_scenes;
 mod step_hooks;
 mod world;
 
 use std::sync::Arc;
 use std::thread;
 
+use clone_scenes::{GUARDED, PAGES, Scene, content};
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::error::RegisterError;
 use ksm_core::fault::Step;
 use ksm_core::page::{PageBuf, PageIndex};
 use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, SpaceId};
 use step_hooks::{panics_at, vanishes_at};
-use world::{GUARDED, fill, is_sane, passes, range, reads};
-
-const PAGES: u64 = 20;
-
-/// In the middle of what it happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Scene {
-    FirstClone,
-    SecondClone,
-    /// There are no mappings: its pages are copied.
-    CopiedClone,
-    TakeOver,
-    SecondTakeOver,
-    Move,
-    Split,
-    UnregisterPart,
-}
+use world::{fill, is_sane, passes, range, reads};
 
 const SCENES: [Scene; 8] = [
     Scene::FirstClone,
@@ -45,33 +31,6 @@ const SCENES: [Scene; 8] = [
     Scene::Split,
     Scene::UnregisterPart,
 ];
-
-impl Scene {
-    fn steps(self) -> Vec<Step> {
-        let clone = Step::CLONE.to_vec();
-        match self {
-            Self::FirstClone => [&[Step::Filled, Step::Mapped][..], &clone].concat(),
-            Self::SecondClone | Self::SecondTakeOver => clone,
-            Self::CopiedClone => vec![Step::Nursed, Step::Reserved, Step::Reared, Step::Known],
-            Self::TakeOver => [&[Step::Allotted, Step::Filled][..], &clone].concat(),
-            Self::Move => vec![
-                Step::Nursed,
-                Step::Claimed,
-                Step::Reserved,
-                Step::Adopted,
-                Step::Reared,
-                Step::Replaced,
-                Step::Gone,
-            ],
-            Self::Split => vec![Step::Claimed, Step::Parted, Step::Replaced, Step::Gone],
-            Self::UnregisterPart => [&Step::RESHAPE[..], &[Step::Stopped, Step::Lifted]].concat(),
-        }
-    }
-
-    const fn takes_over(self) -> bool {
-        matches!(self, Self::TakeOver | Self::SecondTakeOver)
-    }
-}
 
 struct World {
     scene: Scene,
@@ -85,17 +44,6 @@ struct World {
     place: SimGuest,
     pin: Option<PinGuard>,
     scanned: u64,
-}
-
-/// What a page of the parent, and of memory that is taken over, holds.
-fn content(page: u64) -> u64 {
-    match page {
-        // Zeros.
-        9 | 10 | 15 => 0,
-        // Equal pages.
-        11 | 12 => 5,
-        page => 100 + page,
-    }
 }
 
 /// What a page of the other guest holds.
@@ -168,24 +116,6 @@ fn world(scene: Scene) -> World {
     }
 }
 
-/// What happens; an error says that it is done already, or half done.
-fn act(
-    ksm: &Ksm<SimBackend>,
-    scene: Scene,
-    (parent, space): (RegionId, SpaceId),
-    place: SimGuest,
-) -> Result<(), Error> {
-    match scene {
-        Scene::FirstClone | Scene::SecondClone | Scene::CopiedClone => {
-            ksm.fork_region(parent, space, place, GUARDED).map(|_| ())
-        }
-        Scene::TakeOver | Scene::SecondTakeOver => ksm.take_over(space, place, GUARDED).map(|_| ()),
-        Scene::Move => ksm.move_region(parent, place).map(|_| ()),
-        Scene::Split => ksm.split(parent, PageIndex(7)).map(|_| ()),
-        Scene::UnregisterPart => ksm.unregister_part(parent, range(5, 12)).map(|_| ()),
-    }
-}
-
 fn expected(page: u64) -> Box<PageBuf> {
     match page {
         2 => pattern(777),
@@ -195,9 +125,9 @@ fn expected(page: u64) -> Box<PageBuf> {
 
 impl World {
     fn action(&self) -> impl FnOnce() -> Result<(), Error> + Send + 'static {
-        let (ksm, scene, place) = (Arc::clone(&self.ksm), self.scene, self.place.clone());
-        let whose = (self.parent, self.spaces[1]);
-        move || act(&ksm, scene, whose, place)
+        let (ksm, scene, parent) = (Arc::clone(&self.ksm), self.scene, self.parent);
+        let (space, place) = (self.spaces[1], self.place.clone());
+        move || scene.act(&ksm, parent, space, place)
     }
 
     fn check(&self, when: &str) {
@@ -251,10 +181,7 @@ impl World {
 
     /// Neither sees what is written to the other.
     fn write(&self, when: &str) {
-        if matches!(
-            self.scene,
-            Scene::Move | Scene::Split | Scene::UnregisterPart
-        ) {
+        if self.scene.reshapes() {
             return;
         }
         let page = PageIndex(3);
@@ -306,9 +233,7 @@ fn times_taken(scene: Scene, step: Step) -> usize {
     let action = world.action();
     let times = step_hooks::times_taken(step, || action().unwrap());
     let when = format!("{scene:?}: calm, {step:?} {times}");
-    if scene.steps().contains(&step) {
-        assert!(times > 0, "{when}");
-    }
+    scene.demand(step, times, &when);
     world.goes_on(&when);
     times
 }
