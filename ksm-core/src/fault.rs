@@ -38,7 +38,7 @@ pub enum Step {
     Nursed,
     /// Frames are counted as mapped by pages of it, and are not mapped yet.
     Reserved,
-    /// They are about to be mapped, and are said to be.
+    /// It is written down that they are being mapped, and they are not.
     Adopting,
     /// They are mapped, and the records do not say so yet.
     Adopted,

@@ -357,6 +357,9 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// of a guest that was just restored. What they held is given up. The range is
     /// of [`Backing::Frame`] afterwards.
     ///
+    /// Whoever does not know whether a call came to its end repeats it: pages that
+    /// map these frames already do so afterwards, and a second time costs no mapping.
+    ///
     /// # Errors
     /// [`BackendError::NoVmas`] and others: the pages are as they were.
     fn adopt(
