@@ -49,9 +49,11 @@ impl LinuxMemory {
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
         self.carry(range, Attributes::of_frames);
-        // Where what is not replaced cannot be registered, the kernel would refuse to
-        // unregister all of it together: then that is done when they are stopped.
-        if !self.parts.iter().any(|part| part.of_file) {
+        // What is not replaced yet may be a file's that cannot be registered, and the
+        // kernel would refuse to unregister all of it together: then what is replaced
+        // is registered when it is stopped.
+        let of_file = self.parts.iter().any(|part| part.of_file);
+        if !of_file || self.memfd.is_some() {
             self.register_frames(range);
         }
         self.free_below(range);
