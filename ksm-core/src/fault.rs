@@ -33,6 +33,10 @@ pub enum Step {
     Lifted,
     /// Merged pages whose mappings are given back have copies of their own.
     Unshared,
+    /// A discard is written down, and has not begun.
+    Discarding,
+    /// What was there is dropped, and the records do not say so yet.
+    Discarded,
     /// Memory is attached for a region that nobody knows of yet: a clone, or what
     /// is taken over.
     Nursed,
@@ -73,6 +77,9 @@ impl Step {
         Self::Unshared,
     ];
 
+    /// The further steps of a discard, in order.
+    pub const DISCARD: [Self; 2] = [Self::Discarding, Self::Discarded];
+
     /// The further steps of making a clone and of taking memory over, in order.
     pub const CLONE: [Self; 6] = [
         Self::Nursed,
@@ -88,8 +95,8 @@ impl Step {
 
     /// All steps.
     pub fn all() -> impl Iterator<Item = Self> {
-        let steps = Self::PASS.into_iter().chain(Self::CLONE);
-        steps.chain(Self::RESHAPE)
+        let steps = Self::PASS.into_iter().chain(Self::DISCARD);
+        steps.chain(Self::CLONE).chain(Self::RESHAPE)
     }
 }
 

@@ -385,6 +385,9 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// Drops the content of `range`: the guest reads zeros, whatever lay below.
     /// The range is of [`Backing::Own`] afterwards.
     ///
+    /// Whoever does not know whether a call came to its end repeats it, with the
+    /// backing there was before; a second time costs no mapping.
+    ///
     /// # Errors
     /// The pages are as they were.
     fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError>;

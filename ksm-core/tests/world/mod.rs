@@ -49,9 +49,11 @@ impl World {
 }
 
 /// The pages from `start` to before `end`.
-pub(crate) fn range(start: u64, end: u64) -> PageRange {
-    let [start, end] = [start, end].map(PageIndex);
-    PageRange { start, end }
+pub(crate) const fn range(start: u64, end: u64) -> PageRange {
+    PageRange {
+        start: PageIndex(start),
+        end: PageIndex(end),
+    }
 }
 
 /// Writes `content(n)` to every page `n`.

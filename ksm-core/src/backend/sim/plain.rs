@@ -100,10 +100,14 @@ impl World {
         range: PageRange,
         backing: Backing,
     ) -> Result<(), BackendError> {
-        self.demand_backing(Call::Discard, region, range, backing);
+        let repeats = backing == Backing::Frame && self.regions[region].discarded == range;
+        if !repeats {
+            self.demand_backing(Call::Discard, region, range, backing);
+        }
         self.demand_held(Call::Discard, region, range, false);
         self.may_fail(Call::Discard)?;
         if backing == Backing::Frame {
+            self.regions[region].discarded = range;
             self.remap(region, range, |_| (None, Bytes::Nowhere))?;
         } else {
             for page in range.iter() {
