@@ -102,8 +102,9 @@ pub struct RegionOptions {
     /// then are copied pages merged again, and their mappings given back: on them
     /// no host call can tell whether a device still writes to the copy, so **what
     /// a device writes to such memory without a guard can be lost**. Off by
-    /// default: then DMA needs no guards, and a page that was merged and written to
-    /// since stays as it is.
+    /// default: then DMA to pages that the kernel pins needs no guards, and a page that
+    /// was merged and written to since stays as it is. DMA to pages that it only holds
+    /// a reference to (`vmsplice`, direct I/O on NFS) needs them in any case.
     pub dma_guarded: bool,
 }
 
