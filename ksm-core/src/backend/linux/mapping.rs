@@ -259,6 +259,12 @@ pub(super) fn grow(span: Span, pages: u64) -> Result<Span, Errno> {
 pub(super) fn unmap(span: Span) {
     // SAFETY: its owner is being dropped, so nobody uses it any more.
     let unmapped = unsafe { munmap(span.pointer(), span.byte_len()) };
+    if unmapped == Err(Errno::NOMEM) {
+        // It has become one with its neighbour, and there is no mapping left to cut it
+        // off: so it takes address space, and nothing else.
+        let _ = drop_pages(span);
+        return;
+    }
     debug_assert!(unmapped.is_ok(), "{unmapped:?}");
 }
 
