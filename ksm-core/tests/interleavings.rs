@@ -9,9 +9,9 @@ use std::thread;
 use std::time::Duration;
 
 use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
-use ksm_core::fault::{Step, set_hook};
+use ksm_core::fault::Step;
 use ksm_core::{Config, FrameId, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
-use step_hooks::{at, vanishes_at};
+use step_hooks::{stands_at, vanishes_at};
 
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 
@@ -95,25 +95,6 @@ fn a_fork_breaks_nothing_and_counts_nothing() {
         .fork_region(parent, world.space, clone, RegionOptions::default())
         .unwrap();
     assert_eq!(world.ksm.region_stats(parent).unwrap().cow_breaks, 0);
-}
-
-/// A thread that stands at `step` of `call` until told to go on.
-fn stands_at(
-    step: Step,
-    call: impl FnOnce() + Send + 'static,
-) -> (mpsc::Sender<()>, thread::JoinHandle<()>) {
-    let (here, is_here) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
-    let thread = thread::spawn(move || {
-        set_hook(at(step, 1, move || {
-            here.send(()).unwrap();
-            let _ = may_go.recv();
-        }));
-        call();
-        set_hook(None);
-    });
-    is_here.recv().unwrap();
-    (go, thread)
 }
 
 /// A region that is being taken away has pages stopped, too.

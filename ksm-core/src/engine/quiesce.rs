@@ -92,7 +92,9 @@ impl<B: Backend> Ksm<B> {
     /// The thread must never run again.
     pub fn recover(&self, dead: ThreadId) -> u64 {
         let mut leases = self.depart_after(dead) + self.nursery.end_after(dead);
-        for region in self.layout.regions().iter() {
+        // Those too that others are taking away: they wait for what is under way there.
+        let (regions, _) = self.retired.all(&self.layout);
+        for region in regions {
             if let Some(guard) = region.evict(dead) {
                 guard.land();
                 leases += 1;

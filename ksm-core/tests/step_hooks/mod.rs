@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::mpsc;
-use std::thread::{self, ThreadId};
+use std::thread::{self, JoinHandle, ThreadId};
 
 use ksm_core::fault::{Hook, Step, set_hook};
 
@@ -60,4 +60,24 @@ pub(crate) fn vanishes_at(
         scan();
     });
     when_gone.recv().unwrap()
+}
+
+/// A thread that stands at `step` of `call` until it is told to go on, or nobody is
+/// left who could tell it.
+pub(crate) fn stands_at(
+    step: Step,
+    call: impl FnOnce() + Send + 'static,
+) -> (mpsc::Sender<()>, JoinHandle<()>) {
+    let (here, is_here) = mpsc::channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let thread = thread::spawn(move || {
+        set_hook(at(step, 1, move || {
+            here.send(()).unwrap();
+            let _ = may_go.recv();
+        }));
+        call();
+        set_hook(None);
+    });
+    is_here.recv().unwrap();
+    (go, thread)
 }
