@@ -9,10 +9,10 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::Step;
-use ksm_core::{Config, Error, Ksm, PageIndex, RegionId, RegionOptions, SpaceId};
-use step_hooks::vanishes_at;
+use ksm_core::{Config, Error, Ksm, PageIndex, RegionId, RegionOptions, SpaceId, Target};
+use step_hooks::{stands_at, vanishes_at};
 
 const PAGES: u64 = 8;
 const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
@@ -68,11 +68,16 @@ impl World {
     }
 }
 
-/// What becomes of `call` in another thread, if that does not wait for long.
-fn said_soon<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+/// A call in another thread, and what it says.
+fn apart<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> mpsc::Receiver<T> {
     let (said, says) = mpsc::channel();
     thread::spawn(move || said.send(call()));
-    says.recv_timeout(50 * SOON).ok()
+    says
+}
+
+/// What becomes of `call` in another thread, if that does not wait for ever.
+fn said<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    apart(call).recv_timeout(100 * SOON).ok()
 }
 
 /// Whoever takes it away waits for the lease of a thread that is gone, and so does a
@@ -91,11 +96,88 @@ fn a_region_that_leaves_is_recovered_from_who_was_in_it() {
             "{step:?}: {:?}",
             world.sim.busy()
         );
-        let left = said_soon(|| leaving.join().unwrap());
+        let left = said(|| leaving.join().unwrap());
         left.expect("it waits for who is gone").unwrap();
         world.ksm.check().unwrap();
         for page in (0..PAGES).map(PageIndex) {
             assert_eq!(world.guests[0].try_read(page), Some(*pattern(1 + page.0)));
         }
     }
+}
+
+/// It shares its pages until it is gone, and is its guest's if it cannot go.
+#[test]
+fn a_guest_is_dropped_while_its_region_cannot_leave() {
+    let world = world();
+    world.scan();
+    let ksm = Arc::clone(&world.ksm);
+    let (go, scanning) = stands_at(Step::Stopped, move || drop(ksm.scan(u64::MAX)));
+    let leaving = world.leaves();
+    let (ksm, space) = (Arc::clone(&world.ksm), world.spaces[0]);
+    let dropped = apart(move || ksm.drop_space(space));
+    let early = dropped.recv_timeout(SOON);
+    assert!(early.is_err(), "its region was leaving: {early:?}");
+    // The copies that it needs to leave.
+    world
+        .sim
+        .fail_often(Call::Populate, Failure::OutOfMemory, 1000);
+    go.send(()).unwrap();
+    scanning.join().unwrap();
+    let left = leaving.join().unwrap();
+    assert!(matches!(left, Err(Error::StillShared { .. })), "{left:?}");
+    dropped.recv().unwrap().unwrap();
+    world.sim.no_failures();
+    assert!(world.ksm.spaces().iter().all(|&(known, _)| known != space));
+    for page in (0..PAGES).map(PageIndex) {
+        assert!(world.guests[0].read(page).is_zero());
+    }
+    world.ksm.check().unwrap();
+    let domain = world.ksm.space_domain(world.spaces[1]).unwrap();
+    world.ksm.remove_space(world.spaces[1]).unwrap();
+    world.ksm.remove_domain(domain).unwrap();
+}
+
+/// Nothing is shared where unmerge says so.
+#[test]
+fn unmerge_reaches_a_region_that_leaves() {
+    for whole in [false, true] {
+        let world = world();
+        world.scan();
+        let ksm = Arc::clone(&world.ksm);
+        let (go, scanning) = stands_at(Step::Stopped, move || drop(ksm.scan(u64::MAX)));
+        let leaving = world.leaves();
+        let target = match whole {
+            true => Target::All,
+            false => Target::Space(world.spaces[0]),
+        };
+        let ksm = Arc::clone(&world.ksm);
+        let unmerged = apart(move || ksm.unmerge(target));
+        let early = unmerged.recv_timeout(SOON);
+        assert!(early.is_err(), "{target:?} was leaving: {early:?}");
+        go.send(()).unwrap();
+        scanning.join().unwrap();
+        leaving.join().unwrap().unwrap();
+        unmerged.recv().unwrap().unwrap();
+        world.ksm.check().unwrap();
+    }
+}
+
+/// Nor does the thread wait for itself that keeps it from leaving.
+#[test]
+fn who_holds_the_engine_still_drops_no_guest_whose_region_leaves() {
+    let world = world();
+    let quiesced = world.ksm.quiesce().unwrap();
+    let leaving = world.leaves();
+    let space = world.spaces[0];
+    for refused in [
+        world.ksm.drop_space(space),
+        world.ksm.remove_space(space),
+        world.ksm.unmerge(Target::Space(space)).map(drop),
+        world.ksm.unmerge(Target::All).map(drop),
+    ] {
+        assert!(matches!(refused, Err(Error::Quiesced)), "{refused:?}");
+    }
+    drop(quiesced);
+    leaving.join().unwrap().unwrap();
+    world.ksm.drop_space(space).unwrap();
 }

@@ -250,8 +250,16 @@ impl<B: Backend> Retired<B> {
         self.0.lock().domains.remove(&domain);
     }
 
-    pub(super) fn forget_space(&self, space: SpaceId) {
-        self.0.lock().spaces.remove(&space);
+    /// Forgets an address space and what was counted of it, unless a region is in it
+    /// or leaving it. Returns whether it did.
+    pub(super) fn remove_space(&self, layout: &Layout<B>, space: SpaceId) -> bool {
+        let mut inner = self.0.lock();
+        let mut going = inner.going.iter();
+        let removed = going.all(|going| going.region.space != space) && layout.remove_space(space);
+        if removed {
+            inner.spaces.remove(&space);
+        }
+        removed
     }
 }
 
