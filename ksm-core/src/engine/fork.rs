@@ -161,7 +161,7 @@ impl<B: Backend> Ksm<B> {
             self.take_chunk(&guard, new, chunk, &mut pledge)?;
         }
         self.retired.replace(&self.layout, old, || new.ready());
-        claimed.keep();
+        claimed.for_good();
         let departure = Departure::new(self, old, guard);
         fault::point(Step::Replaced);
         departure.finish();

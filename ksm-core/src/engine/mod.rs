@@ -211,7 +211,7 @@ impl<B: Backend> Ksm<B> {
         }
         // The lease waits for a pass that is looking at the region.
         let guard = region.lock()?;
-        claimed.keep();
+        claimed.for_good();
         leave.for_good(guard).finish();
         Ok(())
     }
