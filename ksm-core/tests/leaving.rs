@@ -4,67 +4,70 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{Call, Failure, SimGuest, pattern};
 use ksm_core::fault::Step;
-use ksm_core::{Config, Error, Ksm, PageIndex, RegionId, RegionOptions, SpaceId, Target};
-use step_hooks::{stands_at, vanishes_at};
+use ksm_core::{Config, Error, RegionId, SpaceId, Target};
+use step_hooks::{Standing, vanishes_at};
+use world::{GUARDED, World, is_sane, range, reads};
 
 const PAGES: u64 = 8;
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 
 /// How long a thread is given to show that it does not wait.
 const SOON: Duration = Duration::from_millis(100);
 
-/// Two guests that hold the same.
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    spaces: [SpaceId; 2],
+/// Two guests that hold the same, the first one in the space of its world.
+struct Pair {
+    world: World,
     guests: [SimGuest; 2],
     regions: [RegionId; 2],
+    other: SpaceId,
 }
 
-fn world() -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    let ksm = Arc::new(Ksm::new(sim.clone(), Config::default()).unwrap());
-    let domain = ksm.create_domain().unwrap();
-    let spaces = [(); 2].map(|()| ksm.create_space(domain).unwrap());
-    let guests = [(); 2].map(|()| {
-        let guest = sim.guest(PAGES);
-        for page in 0..PAGES {
-            guest.write(PageIndex(page), &pattern(1 + page));
-        }
-        guest
-    });
-    let regions =
-        [0, 1].map(|n: usize| ksm.register(spaces[n], guests[n].clone(), GUARDED).unwrap());
-    World {
-        sim,
-        ksm,
-        spaces,
+fn pair() -> Pair {
+    let world = World::new(Config::default());
+    let guests = [(); 2].map(|()| world.guest(PAGES, 1));
+    let domain = world.ksm.space_domain(world.space).unwrap();
+    let other = world.ksm.create_space(domain).unwrap();
+    let register = |space, guest: &SimGuest| world.ksm.register(space, guest.clone(), GUARDED);
+    let regions = [(world.space, &guests[0]), (other, &guests[1])];
+    let regions = regions.map(|(space, guest)| register(space, guest).unwrap());
+    Pair {
+        world,
         guests,
         regions,
+        other,
     }
 }
 
-impl World {
-    fn scan(&self) {
-        self.ksm.scan(u64::MAX).unwrap();
+impl Pair {
+    /// A thread that stands where it has the first region's pages stopped.
+    fn is_merged(&self) -> Standing {
+        self.world.passes(1);
+        let ksm = Arc::clone(&self.world.ksm);
+        let merging = Standing::at(Step::Stopped, 1, move || drop(ksm.scan(u64::MAX)));
+        merging.is_there();
+        merging
     }
 
     /// A thread that takes the first region away, once that is in no list any more.
     fn leaves(&self) -> JoinHandle<Result<(), Error>> {
-        let (ksm, region) = (Arc::clone(&self.ksm), self.regions[0]);
+        let (ksm, region) = (Arc::clone(&self.world.ksm), self.regions[0]);
         let leaving = thread::spawn(move || ksm.unregister(region));
-        while !self.ksm.regions_of(self.spaces[0]).unwrap().is_empty() {
+        while !self.lists_none() {
             thread::yield_now();
         }
         leaving
+    }
+
+    fn lists_none(&self) -> bool {
+        let listed = self.world.ksm.regions_of(self.world.space);
+        listed.unwrap().is_empty()
     }
 }
 
@@ -75,109 +78,98 @@ fn apart<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> mpsc::
     says
 }
 
-/// What becomes of `call` in another thread, if that does not wait for ever.
-fn said<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    apart(call).recv_timeout(100 * SOON).ok()
-}
-
 /// Whoever takes it away waits for the lease of a thread that is gone, and so does a
 /// vCPU for its pages.
 #[test]
 fn a_region_that_leaves_is_recovered_from_who_was_in_it() {
     for step in [Step::Stopped, Step::Mapped, Step::Lifted] {
-        let world = world();
-        world.scan();
-        let ksm = Arc::clone(&world.ksm);
-        let dead = vanishes_at(step, 1, move || drop(ksm.scan(u64::MAX)));
-        let leaving = world.leaves();
-        assert!(world.ksm.recover(dead) >= 2, "{step:?}");
-        assert!(
-            world.sim.busy().is_idle(),
-            "{step:?}: {:?}",
-            world.sim.busy()
-        );
-        let left = said(|| leaving.join().unwrap());
+        let pair = pair();
+        let ksm = &pair.world.ksm;
+        pair.world.passes(1);
+        let scanner = Arc::clone(ksm);
+        let dead = vanishes_at(step, 1, move || drop(scanner.scan(u64::MAX)));
+        let leaving = pair.leaves();
+        assert!(ksm.recover(dead) >= 2, "{step:?}");
+        let left = apart(|| leaving.join().unwrap());
+        let left = left.recv_timeout(100 * SOON);
         left.expect("it waits for who is gone").unwrap();
-        world.ksm.check().unwrap();
-        for page in (0..PAGES).map(PageIndex) {
-            assert_eq!(world.guests[0].try_read(page), Some(*pattern(1 + page.0)));
-        }
+        let when = format!("gone at {step:?}");
+        is_sane(ksm, &when);
+        reads(&pair.guests[0], |page| pattern(1 + page), &when);
     }
 }
 
 /// It shares its pages until it is gone, and is its guest's if it cannot go.
 #[test]
 fn a_guest_is_dropped_while_its_region_cannot_leave() {
-    let world = world();
-    world.scan();
-    let ksm = Arc::clone(&world.ksm);
-    let (go, scanning) = stands_at(Step::Stopped, move || drop(ksm.scan(u64::MAX)));
-    let leaving = world.leaves();
-    let (ksm, space) = (Arc::clone(&world.ksm), world.spaces[0]);
-    let dropped = apart(move || ksm.drop_space(space));
+    let pair = pair();
+    let World { sim, ksm, space } = &pair.world;
+    let merging = pair.is_merged();
+    let leaving = pair.leaves();
+    let (dropper, space) = (Arc::clone(ksm), *space);
+    let dropped = apart(move || dropper.drop_space(space));
     let early = dropped.recv_timeout(SOON);
     assert!(early.is_err(), "its region was leaving: {early:?}");
     // The copies that it needs to leave.
-    world
-        .sim
-        .fail_often(Call::Populate, Failure::OutOfMemory, 1000);
-    go.send(()).unwrap();
-    scanning.join().unwrap();
+    sim.fail_often(Call::Populate, Failure::OutOfMemory, 1000);
+    merging.go();
+    merging.ends();
     let left = leaving.join().unwrap();
     assert!(matches!(left, Err(Error::StillShared { .. })), "{left:?}");
     dropped.recv().unwrap().unwrap();
-    world.sim.no_failures();
-    assert!(world.ksm.spaces().iter().all(|&(known, _)| known != space));
-    for page in (0..PAGES).map(PageIndex) {
-        assert!(world.guests[0].read(page).is_zero());
-    }
-    world.ksm.check().unwrap();
-    let domain = world.ksm.space_domain(world.spaces[1]).unwrap();
-    world.ksm.remove_space(world.spaces[1]).unwrap();
-    world.ksm.remove_domain(domain).unwrap();
+    sim.no_failures();
+    assert!(ksm.spaces().iter().all(|&(known, _)| known != space));
+    assert!(
+        range(0, PAGES)
+            .iter()
+            .all(|page| pair.guests[0].read(page).is_zero())
+    );
+    is_sane(ksm, "dropped");
+    let domain = ksm.space_domain(pair.other).unwrap();
+    ksm.remove_space(pair.other).unwrap();
+    ksm.remove_domain(domain).unwrap();
 }
 
 /// Nothing is shared where unmerge says so.
 #[test]
 fn unmerge_reaches_a_region_that_leaves() {
-    for whole in [false, true] {
-        let world = world();
-        world.scan();
-        let ksm = Arc::clone(&world.ksm);
-        let (go, scanning) = stands_at(Step::Stopped, move || drop(ksm.scan(u64::MAX)));
-        let leaving = world.leaves();
-        let target = match whole {
+    for everything in [false, true] {
+        let pair = pair();
+        let ksm = &pair.world.ksm;
+        let merging = pair.is_merged();
+        let leaving = pair.leaves();
+        let target = match everything {
             true => Target::All,
-            false => Target::Space(world.spaces[0]),
+            false => Target::Space(pair.world.space),
         };
-        let ksm = Arc::clone(&world.ksm);
-        let unmerged = apart(move || ksm.unmerge(target));
+        let unmerger = Arc::clone(ksm);
+        let unmerged = apart(move || unmerger.unmerge(target));
         let early = unmerged.recv_timeout(SOON);
         assert!(early.is_err(), "{target:?} was leaving: {early:?}");
-        go.send(()).unwrap();
-        scanning.join().unwrap();
+        merging.go();
+        merging.ends();
         leaving.join().unwrap().unwrap();
         unmerged.recv().unwrap().unwrap();
-        world.ksm.check().unwrap();
+        is_sane(ksm, "unmerged");
     }
 }
 
 /// Nor does the thread wait for itself that keeps it from leaving.
 #[test]
 fn who_holds_the_engine_still_drops_no_guest_whose_region_leaves() {
-    let world = world();
-    let quiesced = world.ksm.quiesce().unwrap();
-    let leaving = world.leaves();
-    let space = world.spaces[0];
+    let pair = pair();
+    let World { ksm, space, .. } = &pair.world;
+    let quiesced = ksm.quiesce().unwrap();
+    let leaving = pair.leaves();
     for refused in [
-        world.ksm.drop_space(space),
-        world.ksm.remove_space(space),
-        world.ksm.unmerge(Target::Space(space)).map(drop),
-        world.ksm.unmerge(Target::All).map(drop),
+        ksm.drop_space(*space),
+        ksm.remove_space(*space),
+        ksm.unmerge(Target::Space(*space)).map(drop),
+        ksm.unmerge(Target::All).map(drop),
     ] {
         assert!(matches!(refused, Err(Error::Quiesced)), "{refused:?}");
     }
     drop(quiesced);
     leaving.join().unwrap().unwrap();
-    world.ksm.drop_space(space).unwrap();
+    ksm.drop_space(*space).unwrap();
 }

@@ -27,8 +27,9 @@ pub enum StopMethod {
     /// [`dma_guarded`](crate::RegionOptions::dma_guarded).
     #[default]
     Auto,
-    /// `UFFDIO_MOVE` (Linux 6.8): finds pages that a device uses, splits huge
-    /// pages. Readers of a stopped page wait.
+    /// `UFFDIO_MOVE` (Linux 6.8): finds pages that the kernel has pinned for a device
+    /// (`FOLL_PIN`; those it only holds a reference to, `FOLL_GET`, nobody finds), splits
+    /// huge pages. Readers of a stopped page wait.
     Move,
     /// Write-protection by userfaultfd: readers go on. **What a device writes
     /// to a page while it is being merged is lost, unnoticed**, so this is for
