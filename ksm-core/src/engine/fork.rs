@@ -72,7 +72,7 @@ impl<B: Backend> Ksm<B> {
                 continue;
             }
             // Under the lease: before the parent can leave with its anon_vma.
-            let entered = self.try_enter(space, |_| {
+            let entered = self.layout.try_add_region(space, |_| {
                 let region = clone.ready();
                 region.anon_vma.add(region.linear_range(), region.id);
                 Ok(region)
@@ -82,7 +82,7 @@ impl<B: Backend> Ksm<B> {
                 break region.id;
             }
             drop((guard, layout));
-            self.wait_to_enter()?;
+            self.layout.wait_until_open()?;
         };
         self.empty_sealed(&parent.domain);
         trace::cloned(parent.id, id, space);

@@ -2,7 +2,6 @@
 //! here; a pass, DMA, holding still, and counters have modules of their own.
 
 mod depart;
-mod entry;
 mod fork;
 mod give_back;
 mod move_frame;
@@ -67,9 +66,6 @@ pub struct Ksm<B: Backend> {
     layout: Layout<B>,
     /// Guards the whole layout, by a policy that is not the default.
     layout_lock: Lease<()>,
-    /// The right to enter a region that was not there: held for that moment, or by who
-    /// holds the engine still.
-    entry: Lease<()>,
     /// The right to scan; what it carries is where the pass stands.
     scanner: Lease<Pass>,
     full_scans: AtomicU64,
@@ -92,7 +88,6 @@ impl<B: Backend> Ksm<B> {
             config,
             layout: Layout::default(),
             layout_lock: Lease::new(),
-            entry: Lease::new(),
             scanner: Lease::new(),
             full_scans: AtomicU64::new(0),
             retired: Retired::default(),
@@ -168,7 +163,7 @@ impl<B: Backend> Ksm<B> {
         if pages > Place::MAX_PAGES {
             return Err(RegisterError::TooLarge { pages }.into());
         }
-        self.enter(space, |id| {
+        self.layout.add_region(space, |id| {
             let anon_vma = domain.anon_vmas.create();
             let anon_vma = anon_vma.ok_or(RegisterError::TooManyRegions)?;
             let region = Region::new(id, space, domain, memory, options, anon_vma);

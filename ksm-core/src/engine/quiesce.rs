@@ -25,7 +25,7 @@ impl<B: Backend> Drop for Quiesced<'_, B> {
         for region in &self.regions {
             drop(region.evict(self.holder));
         }
-        drop(self.ksm.entry.evict(self.holder));
+        self.ksm.layout.open_after(self.holder);
         drop(self.ksm.layout_lock.evict(self.holder));
         drop(self.ksm.scanner.evict(self.holder));
         trace::resumed();
@@ -78,7 +78,7 @@ impl<B: Backend> Ksm<B> {
             std::mem::forget(layout);
         }
         // Before any region: there must be an end to those that are waited for.
-        std::mem::forget(self.entry.lock()?);
+        self.layout.close();
         loop {
             // Regions that are being taken away have pages stopped, too.
             let (regions, edition) = self.retired.all(&self.layout);
@@ -113,7 +113,7 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.sweep_after(dead);
         }
-        leases += u64::from(self.entry.evict(dead).is_some());
+        leases += u64::from(self.layout.open_after(dead));
         leases += u64::from(self.layout_lock.evict(dead).is_some());
         if let Some(scanner) = self.scanner.evict(dead) {
             *scanner.journal() = Pass::default();

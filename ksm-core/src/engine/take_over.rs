@@ -59,7 +59,7 @@ impl<B: Backend> Ksm<B> {
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
         // Not only at the end: it would all be undone by copies.
-        self.wait_to_enter()?;
+        self.layout.wait_until_open()?;
         let domain = self.layout.domain_of(space)?;
         let memory = self.backend.attach_unused(source, options)?;
         let pages = memory.len();
@@ -85,7 +85,7 @@ impl<B: Backend> Ksm<B> {
             self.take_window(&guard, &plan, window, &mut last, max)?;
             fault::point(Step::Reared);
         }
-        self.enter(space, |_| Ok(nursling.ready()))?;
+        self.layout.add_region(space, |_| Ok(nursling.ready()))?;
         fault::point(Step::Known);
         self.empty_sealed(&domain);
         trace::registered(id, space, pages, options.dma_guarded);
