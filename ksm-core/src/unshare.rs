@@ -197,6 +197,7 @@ pub(crate) fn restore_runs<B: Backend>(
             guard.change(Change::Restore(range), || guard.memory().restore(range))?;
         }
         drop(landing);
+        guard.region().domain.sweep();
         fault::point(Step::Lifted);
         if !held.refused.is_empty() {
             return Err(BackendError::Again);
@@ -275,5 +276,6 @@ fn discard_run<B: Backend>(
     guard.memory().discard(range, backing)?;
     guard.note_own(range);
     guard.region().forget(range);
+    guard.region().domain.sweep();
     Ok(())
 }
