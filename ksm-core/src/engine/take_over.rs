@@ -46,18 +46,20 @@ impl<B: Backend> Ksm<B> {
     /// [clone](Ksm::fork_region) costs next to nothing.
     ///
     /// # Errors
-    /// [`Error::NoSpace`], [`Error::Register`]; [`Error::Backend`] when the host has
-    /// no memory or no mapping left; [`Error::VmaBudget`] when it takes more mappings
-    /// than [`Config::max_vmas`](crate::Config::max_vmas) leaves, which shows as it is
-    /// done. Every page holds its bytes then, whatever it is mapped to, and the memory
-    /// is registered with nobody. Copied to anonymous memory, it can be
-    /// [registered](Ksm::register) all the same.
+    /// [`Error::NoSpace`], [`Error::Register`], [`Error::Quiesced`]; [`Error::Backend`]
+    /// when the host has no memory or no mapping left; [`Error::VmaBudget`] when it
+    /// takes more mappings than [`Config::max_vmas`](crate::Config::max_vmas) leaves,
+    /// which shows as it is done. Every page holds its bytes then, whatever it is mapped
+    /// to, and the memory is registered with nobody. Copied to anonymous memory, it can
+    /// be [registered](Ksm::register) all the same.
     pub fn take_over(
         &self,
         space: SpaceId,
         source: B::Source,
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
+        // Not only at the end: it would all be undone by copies.
+        self.wait_to_enter()?;
         let domain = self.layout.domain_of(space)?;
         let memory = self.backend.attach_unused(source, options)?;
         let pages = memory.len();
@@ -83,7 +85,7 @@ impl<B: Backend> Ksm<B> {
             self.take_window(&guard, &plan, window, &mut last, max)?;
             fault::point(Step::Reared);
         }
-        self.layout.add_region(space, |_| Ok(nursling.ready()))?;
+        self.enter(space, |_| Ok(nursling.ready()))?;
         fault::point(Step::Known);
         self.empty_sealed(&domain);
         trace::registered(id, space, pages, options.dma_guarded);

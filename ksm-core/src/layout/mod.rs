@@ -74,6 +74,11 @@ impl<B: Backend> Registry<B> {
         self.next += 1;
         number
     }
+
+    fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {
+        let domain = self.domains.get(&id).cloned();
+        domain.ok_or(Error::NoDomain(id))
+    }
 }
 
 impl<B: Backend> Regions<B> {
@@ -124,8 +129,9 @@ impl<B: Backend> Layout<B> {
     }
 
     pub(crate) fn add_space(&self, domain: DomainId) -> Result<SpaceId, Error> {
-        let domain = self.domain(domain)?;
+        // One hold: a domain that is in use cannot be removed.
         let mut registry = self.registry.lock();
+        let domain = registry.domain(domain)?;
         let id = SpaceId(registry.number());
         registry.spaces.insert(id, domain);
         Ok(id)
@@ -164,12 +170,7 @@ impl<B: Backend> Layout<B> {
     }
 
     pub(crate) fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {
-        let registry = self.registry.lock();
-        registry
-            .domains
-            .get(&id)
-            .cloned()
-            .ok_or(Error::NoDomain(id))
+        self.registry.lock().domain(id)
     }
 
     pub(crate) fn domain_of(&self, id: SpaceId) -> Result<Arc<Domain<B>>, Error> {
@@ -279,3 +280,7 @@ impl<B: Backend> Layout<B> {
             .ok_or(Error::NoDomain(id))
     }
 }
+
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;
