@@ -11,6 +11,8 @@
 //! that save less than half as much are given back then ([`giveback`](crate::giveback)),
 //! and the passes after that take long runs first once more.
 
+use std::ops::Deref;
+
 use crate::merge::{Goal, Wish};
 use crate::page::{FrameId, PageIndex};
 use crate::ration::Ration;
@@ -221,10 +223,11 @@ impl Purse {
     /// Parts `wishes`, sorted by page, into those that are worth their mappings
     /// and those that are held back. A frame that `is_new`, with no sharer yet,
     /// saves nothing before its second page has paid as well, so it is charged
-    /// twice.
-    pub(crate) fn admit(
+    /// twice. The records that `pages` gives are held for one run at a time, and while
+    /// nothing else is asked for.
+    pub(crate) fn admit<P: Deref<Target = PageTable>>(
         mut self,
-        pages: &PageTable,
+        pages: impl Fn() -> P,
         wishes: Vec<Wish>,
         is_new: impl Fn(FrameId) -> bool,
     ) -> Admission {
@@ -237,7 +240,8 @@ impl Purse {
             let before = parted.admitted.last().copied();
             let twice = self.twice || frame(run[0]).is_some_and(&is_new);
             let times = if twice { 2 } else { 1 };
-            match self.spend(pages, before, run, times) {
+            let verdict = self.spend(&pages(), before, run, times);
+            match verdict {
                 Verdict::Admitted => parted.admitted.extend(run),
                 Verdict::NotWorth => parted.held_back.extend(run),
                 Verdict::Short(mappings) => {
@@ -311,6 +315,7 @@ fn cost(pages: &PageTable, before: Option<Wish>, run: &[Wish]) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
 
     fn run(page: u64, frame: u32, len: u64) -> impl Iterator<Item = Wish> {
         (0..len).map(move |n| Wish {
@@ -319,10 +324,15 @@ mod tests {
         })
     }
 
+    /// Records of which none was ever seen.
+    fn no_pages() -> impl Fn() -> Box<PageTable> {
+        Box::default
+    }
+
     fn admit(budget: &VmaBudget, used: u64) -> (usize, usize) {
         let wishes = run(10, 0, 1).chain(run(20, 4, 40)).chain(run(70, 90, 4));
         let purse = budget.purse(used, 1 << 20);
-        let parted = purse.admit(&PageTable::default(), wishes.collect(), |_| false);
+        let parted = purse.admit(no_pages(), wishes.collect(), |_| false);
         (parted.admitted.len(), parted.held_back.len())
     }
 
@@ -350,16 +360,29 @@ mod tests {
     fn a_run_that_joins_others_costs_nothing() {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
         let wishes: Vec<_> = run(10, 0, 20).chain(run(30, 20, 1)).collect();
-        let parted = purse.admit(&PageTable::default(), wishes, |_| false);
+        let parted = purse.admit(no_pages(), wishes, |_| false);
         assert_eq!((parted.admitted.len(), parted.held_back.len()), (21, 0));
     }
 
     #[test]
     fn a_new_frame_is_charged_for_both_its_pages() {
         let purse = VmaBudget::new(Some(2)).purse(0, 1 << 20);
-        let parted = purse.admit(&PageTable::default(), run(10, 0, 40).collect(), |_| true);
+        let parted = purse.admit(no_pages(), run(10, 0, 40).collect(), |_| true);
         assert!(parted.admitted.is_empty());
         assert_eq!(parted.shortage.demand(0, 1), 2);
+    }
+
+    #[test]
+    fn frames_are_asked_after_with_no_records_held() {
+        let table = RefCell::new(PageTable::default());
+        let is_new = |_| {
+            assert!(table.try_borrow_mut().is_ok(), "the records are held");
+            false
+        };
+        let wishes: Vec<_> = run(10, 0, 1).chain(run(20, 4, 40)).collect();
+        let purse = VmaBudget::new(Some(4)).purse(0, 32);
+        let parted = purse.admit(|| table.borrow_mut(), wishes, is_new);
+        assert_eq!((parted.admitted.len(), parted.held_back.len()), (41, 0));
     }
 
     #[test]
@@ -367,9 +390,7 @@ mod tests {
         let purse = VmaBudget::new(Some(2)).purse(2, 32);
         // 40 pages for two mappings, a single page for two.
         let wishes: Vec<_> = run(10, 0, 40).chain(run(70, 90, 1)).collect();
-        let shortage = purse
-            .admit(&PageTable::default(), wishes, |_| false)
-            .shortage;
+        let shortage = purse.admit(no_pages(), wishes, |_| false).shortage;
         assert_eq!(shortage.best(), 32, "at least 16 pages for a mapping");
         // Whatever saves nothing gives way to both.
         assert_eq!(shortage.demand(0, 2), 4);

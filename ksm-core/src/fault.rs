@@ -33,6 +33,10 @@ pub enum Step {
     Lifted,
     /// Merged pages whose mappings are given back have copies of their own.
     Unshared,
+    /// Frames that no page maps are out of reach, and hold their content still.
+    Buried,
+    /// They hold nothing, and their numbers are taken still.
+    Punched,
     /// A discard is written down, and has not begun.
     Discarding,
     /// What was there is dropped, and the records do not say so yet.
@@ -62,7 +66,7 @@ pub enum Step {
 
 impl Step {
     /// The steps of a pass, those of a merge first, in its order.
-    pub const PASS: [Self; 12] = [
+    pub const PASS: [Self; 14] = [
         Self::Hashed,
         Self::Allotted,
         Self::Filled,
@@ -75,6 +79,8 @@ impl Step {
         Self::Recorded,
         Self::Lifted,
         Self::Unshared,
+        Self::Buried,
+        Self::Punched,
     ];
 
     /// The further steps of a discard, in order.

@@ -13,6 +13,7 @@
 //! equal is held back would be merged and given back for ever.)
 
 use std::cmp::Ordering;
+use std::ops::Deref;
 
 use crate::backend::Backend;
 use crate::error::BackendError;
@@ -24,9 +25,6 @@ use crate::unshare;
 
 /// The most pages of a stretch: what is longer saves a lot, or costs a lot to copy.
 const STRETCH_PAGES: u64 = 1024;
-
-/// Pages that are looked at under one hold of the records' mutex.
-const LOOK_PAGES: u64 = 1 << 16;
 
 /// Neighbouring mappings of frames that can be given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,91 +48,109 @@ impl Stretch {
 struct Mapping {
     range: PageRange,
     merged: u64,
-    /// Those of them that others share.
-    sharing: u64,
+    /// What its last page stands over.
+    last: FrameId,
 }
 
 impl Mapping {
     const fn is_broken(&self) -> bool {
         2 * self.merged < self.range.len()
     }
-
-    /// Adds what comes right behind.
-    fn add(&mut self, next: &Self) {
-        self.range.end = next.range.end;
-        self.merged += next.merged;
-        self.sharing += next.sharing;
-    }
 }
 
-/// What could be given back of a region.
-pub(crate) fn stretches<B: Backend>(region: &Region<B>) -> Vec<Stretch> {
-    let mut stretches = Vec::new();
-    if region.pages().counts().copied > 0 {
-        for part in region.range().chunks(LOOK_PAGES) {
-            let shares = |frame| region.domain.sharers(frame) > 1;
-            stretches.extend(stretches_in(&region.pages(), part, shares));
-        }
-    }
-    stretches
+/// Stretches of mappings that are mostly broken, as a region is gone through.
+#[derive(Debug, Default)]
+struct Broken {
+    found: Vec<PageRange>,
+    /// That of the last page over a frame, as far as it was come by.
+    mapping: Option<Mapping>,
 }
 
-fn stretches_in(
-    pages: &PageTable,
-    within: PageRange,
-    shares: impl Fn(FrameId) -> bool,
-) -> Vec<Stretch> {
-    let mut broken: Vec<Mapping> = Vec::new();
-    for mapping in mappings(pages, within, shares) {
-        if !mapping.is_broken() || mapping.range.len() > STRETCH_PAGES {
-            continue;
-        }
-        match broken.last_mut() {
-            Some(last)
-                if last.range.end == mapping.range.start
-                    && last.range.len() + mapping.range.len() <= STRETCH_PAGES =>
-            {
-                last.add(&mapping);
+impl Broken {
+    /// Looks at the pages of `part`, which are behind those that were looked at.
+    fn look(&mut self, pages: &PageTable, part: PageRange) {
+        for (page, record) in pages.seen(part) {
+            if let Some(frame) = record.frame {
+                self.add(page, frame, record.class);
             }
-            _ => broken.push(mapping),
         }
     }
-    let stretch = |Mapping { range, sharing, .. }| {
-        let gained = gained(pages, range);
-        (gained > 0).then_some(Stretch {
-            range,
-            sharing,
-            gained,
-        })
-    };
-    broken.into_iter().filter_map(stretch).collect()
+
+    fn add(&mut self, page: PageIndex, frame: FrameId, class: Class) {
+        let goes_on = |mapping: &&mut Mapping| {
+            mapping.range.end == page && !is_seam(Some(mapping.last), Some(frame))
+        };
+        let merged = u64::from(matches!(class, Class::Merged(_)));
+        match self.mapping.as_mut().filter(goes_on) {
+            Some(mapping) => {
+                mapping.range.end = page.plus(1);
+                mapping.merged += merged;
+                mapping.last = frame;
+            }
+            None => {
+                self.end_mapping();
+                self.mapping = Some(Mapping {
+                    range: PageRange::one(page),
+                    merged,
+                    last: frame,
+                });
+            }
+        }
+    }
+
+    fn end_mapping(&mut self) {
+        let fits = |mapping: &Mapping| mapping.range.len() <= STRETCH_PAGES;
+        let mapping = self.mapping.take().filter(Mapping::is_broken).filter(fits);
+        let Some(Mapping { range, .. }) = mapping else {
+            return;
+        };
+        match self.found.last_mut() {
+            Some(last) if last.end == range.start && last.len() + range.len() <= STRETCH_PAGES => {
+                last.end = range.end;
+            }
+            _ => self.found.push(range),
+        }
+    }
+
+    fn end(mut self) -> Vec<PageRange> {
+        self.end_mapping();
+        self.found
+    }
 }
 
-/// The mappings of frames in `within`, cut off at its ends.
-fn mappings(
-    pages: &PageTable,
-    within: PageRange,
-    shares: impl Fn(FrameId) -> bool,
-) -> Vec<Mapping> {
-    let mut mappings: Vec<Mapping> = Vec::new();
-    let mut before = None;
-    for (page, record) in pages.seen(within) {
-        let Some(frame) = record.frame else { continue };
-        let merged = matches!(record.class, Class::Merged(_));
-        let goes_on =
-            |last: &&mut Mapping| last.range.end == page && !is_seam(before, record.frame);
-        let one = Mapping {
-            range: PageRange::one(page),
-            merged: u64::from(merged),
-            sharing: u64::from(merged && shares(frame)),
-        };
-        match mappings.last_mut().filter(goes_on) {
-            Some(last) => last.add(&one),
-            None => mappings.push(one),
-        }
-        before = record.frame;
+/// What could be given back of a region. However large it is, its records are held for
+/// short only, and no frame is asked after meanwhile.
+pub(crate) fn stretches<B: Backend>(region: &Region<B>) -> Vec<Stretch> {
+    if region.pages().counts().copied == 0 {
+        return Vec::new();
     }
-    mappings
+    let mut broken = Broken::default();
+    region.by_holds(region.range(), |pages, part| broken.look(pages, part));
+    let shares = |frame| region.domain.sharers(frame) > 1;
+    let stretch = |range| stretch(|| region.pages(), range, shares);
+    broken.end().into_iter().filter_map(stretch).collect()
+}
+
+/// What giving `range` back would bring; `None` if that is nothing. Whether a frame has
+/// more than one sharer is asked with no records held.
+fn stretch<P: Deref<Target = PageTable>>(
+    pages: impl Fn() -> P,
+    range: PageRange,
+    shares: impl Fn(FrameId) -> bool,
+) -> Option<Stretch> {
+    let (gained, frames) = {
+        let pages = pages();
+        let seen = pages.seen(range);
+        let merged = seen.filter(|(_, record)| matches!(record.class, Class::Merged(_)));
+        let frames: Vec<_> = merged.filter_map(|(_, record)| record.frame).collect();
+        (gained(&pages, range), frames)
+    };
+    let sharing = frames.into_iter().filter(|&frame| shares(frame)).count();
+    (gained > 0).then_some(Stretch {
+        range,
+        sharing: sharing as u64,
+        gained,
+    })
 }
 
 /// How many mappings fewer there are once `range` is the guest's own memory.
@@ -224,6 +240,7 @@ mod tests {
     use super::*;
     use crate::region::Record;
     use crate::rmap::ItemId;
+    use std::cell::RefCell;
 
     /// A table of `len` pages: for each page from 2 on a frame, or none; merged
     /// where it is even, copied where it is odd.
@@ -249,10 +266,19 @@ mod tests {
     }
 
     fn found(len: u64, frames: &[Option<u32>]) -> Vec<(u64, u64, u64, u64)> {
-        let table = table(len, frames);
+        let table = RefCell::new(table(len, frames));
         // Frame 8 has one sharer only.
-        let shares = |frame| frame != FrameId(8);
-        let mut found = stretches_in(&table, PageRange::new(PageIndex(0), len), shares);
+        let shares = |frame| {
+            assert!(table.try_borrow_mut().is_ok(), "the records are held");
+            frame != FrameId(8)
+        };
+        let mut broken = Broken::default();
+        // Wherever it is cut, what is found is the same.
+        for part in PageRange::new(PageIndex(0), len).chunks(3) {
+            broken.look(&table.borrow(), part);
+        }
+        let stretch = |range| stretch(|| table.borrow_mut(), range, shares);
+        let mut found: Vec<_> = broken.end().into_iter().filter_map(stretch).collect();
         found.sort_by(Stretch::by_price);
         found
             .iter()

@@ -91,9 +91,12 @@
 //!
 //! # Threads
 //!
-//! A [`Ksm`] has no thread and no clock of its own. Every call is bounded. One
-//! thread at a time scans; everything else may be called from any thread
-//! meanwhile, and waits at most for what is under way in the region it is about.
+//! A [`Ksm`] has no thread and no clock of its own. Every call is bounded, by the
+//! budget that it is given or by the memory that it is about. (A scan's budget is of
+//! pages that are there for the host: those merged and not touched since are gone
+//! through besides, 16 bytes each, with no lock held for long.) One thread at a time
+//! scans; everything else may be called from any thread meanwhile, and waits at most
+//! for what is under way in the region it is about.
 //!
 //! # When something fails
 //!

@@ -43,8 +43,8 @@ struct Run<'w> {
 /// The first of `wishes` that can be met in one stop, at most `cap`.
 fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap: u64) -> Run<'w> {
     let first = wishes[0].page;
-    let pages = guard.region().pages();
     let pins = guard.region().pinned(PageRange::new(first, cap));
+    let pages = guard.region().pages();
     // A page may be wished for twice: what is merged by now has no copy to stop.
     let kind = |page| {
         let record = pages.get(page);
@@ -54,10 +54,11 @@ fn first_run<'w, B: Backend>(guard: &RegionGuard<'_, B>, wishes: &'w [Wish], cap
     let joins =
         |pair: &[Wish]| pair[0].page.plus(1) == pair[1].page && kind(pair[1].page) == of_one_kind;
     let cap = usize::try_from(cap).unwrap_or(usize::MAX);
+    let wishes = &wishes[..wishes.len().min(cap)];
     let joined = wishes.windows(2).take_while(|pair| joins(pair)).count();
     let (backing, pinned, _) = of_one_kind;
     Run {
-        wishes: &wishes[..(joined + 1).min(cap)],
+        wishes: &wishes[..=joined],
         backing,
         pinned,
     }

@@ -54,6 +54,8 @@ pub(crate) struct StableNode {
     pub(crate) in_block: bool,
     /// Whether it is to be looked at again when the window is done.
     pub(crate) loose: bool,
+    /// Whether a thread gives its memory back just now.
+    pub(crate) punching: bool,
     head: u32,
 }
 
@@ -110,6 +112,7 @@ impl Rmap {
             live: false,
             in_block,
             loose: false,
+            punching: false,
             head: NONE,
         });
     }
@@ -133,6 +136,11 @@ impl Rmap {
     /// Marks the frame to be looked at again. Returns whether it was.
     pub(crate) fn set_loose(&mut self, frame: FrameId, loose: bool) -> bool {
         std::mem::replace(&mut self.node_mut(frame.0).loose, loose)
+    }
+
+    /// Marks the frame as one whose memory is being given back.
+    pub(crate) fn set_punching(&mut self, frame: FrameId, punching: bool) {
+        self.node_mut(frame.0).punching = punching;
     }
 
     /// Forgets a frame that nothing maps or names.

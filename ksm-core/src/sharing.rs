@@ -1,4 +1,33 @@
 //! The frames of a domain and who maps them: numbers, blocks, reverse map.
+//!
+//! What a frame is follows from its [`StableNode`]. It goes from the first of these
+//! states to the last, or is left out of some:
+//!
+//! | state | in the node | memory | who finds it |
+//! |---|---|---|---|
+//! | free | there is none | none | whoever looks for a number |
+//! | planned | `loose`, of a planner | being filled | nobody |
+//! | live | `live` | its content | by its content, or as an equal of it; pages come to map it |
+//! | sealed | not `live`, has `sharers` | its content | nobody; pages that map it leave |
+//! | punched | `punching` | is given back, with no lock held | nobody |
+//! | named | not `live`, only `named` | none | nobody |
+//!
+//! A live frame without sharers is `loose`, too, if nobody has punched it yet: the sweep
+//! after a window, a change of a region or a pass does, unless a page has come to
+//! map it. So is one that the host would not take back. A number is free again when the
+//! node says neither `live`, `loose` nor `punching`, and no mapping names it. (In a block
+//! it waits for those of all others.)
+//!
+//! What changes the counts, with whose pages:
+//!
+//! | [`Domain`](crate::domain::Domain) | `sharers` | `named` | for a page that |
+//! |---|---|---|---|
+//! | `reserve`, `add_clones` | + 1 | + 1 | is to map the frame |
+//! | `unshare` | - 1 | stays | has a copy: its mapping still names the frame |
+//! | `unname` | stays | - 1 | was copied, and its mapping has gone as well |
+//! | `release` | - 1 | - 1 | did not come to map it, or whose mapping is gone |
+//! | `abandon` | - 1 if it was merged | stays | is nobody's any more, and its mapping still names the frame (`abandoned`) |
+//! | `forsake` | stays | stays | is out of our hands and maps the frame for good (`forsaken`) |
 
 use std::collections::HashMap;
 
@@ -6,6 +35,7 @@ use crate::fingerprint::{Digest, Fingerprint};
 use crate::frames::{BLOCK, Frames, Planner, block_of};
 use crate::page::FrameId;
 use crate::rmap::{Rmap, StableNode};
+use crate::sync::ThreadId;
 
 /// What a domain's lock guards.
 #[derive(Debug, Default)]
@@ -15,6 +45,8 @@ pub(crate) struct Sharing {
     /// Frames to look at again when whoever planned them is done, and those that
     /// nobody did but could not be given back when last tried.
     loose: Vec<(FrameId, Planner)>,
+    /// Frames whose memory is given back just now, each with who does.
+    punching: Vec<(FrameId, ThreadId)>,
     /// Frames that are being filled, each for a content that no other has: no more than
     /// there are planners.
     in_the_making: Vec<(FrameId, Digest)>,
@@ -85,19 +117,55 @@ impl Sharing {
         }
     }
 
-    /// Takes the frames that `is_mine` says of whom, to be looked at.
-    pub(crate) fn take_loose(&mut self, is_mine: impl Fn(Planner) -> bool) -> Vec<FrameId> {
+    /// Takes frames that `is_mine` says of whom, to be looked at: `max` at the most.
+    pub(crate) fn take_loose(
+        &mut self,
+        is_mine: impl Fn(Planner) -> bool,
+        max: usize,
+    ) -> Vec<FrameId> {
         let mine = |entry: &mut (FrameId, Planner)| is_mine(entry.1);
-        let taken: Vec<_> = self.loose.extract_if(.., mine).collect();
+        let taken: Vec<_> = self.loose.extract_if(.., mine).take(max).collect();
         for &(frame, _) in &taken {
             self.rmap.set_loose(frame, false);
         }
         taken.into_iter().map(|(frame, _)| frame).collect()
     }
 
+    /// Notes that `by` gives the memory of `frames` back, none of which is live. They
+    /// keep their numbers until it is done.
+    pub(crate) fn begin_punching(&mut self, frames: &[FrameId], by: ThreadId) {
+        for &frame in frames {
+            self.rmap.set_punching(frame, true);
+            self.punching.push((frame, by));
+        }
+    }
+
+    /// It is done with `frames`, which are sorted. What `is_empty` has no memory, and
+    /// the others are for the next sweep.
+    pub(crate) fn end_punching(&mut self, frames: &[FrameId], is_empty: impl Fn(FrameId) -> bool) {
+        self.punching
+            .retain(|(frame, _)| frames.binary_search(frame).is_err());
+        for &frame in frames {
+            self.rmap.set_punching(frame, false);
+            if is_empty(frame) {
+                self.free_number(frame);
+            } else {
+                self.make_loose(frame, None);
+            }
+        }
+    }
+
+    /// Whatever a thread was giving back that is gone for good is for the next sweep.
+    pub(crate) fn end_punching_after(&mut self, dead: ThreadId) {
+        let left = self.punching.iter().filter(|(_, by)| *by == dead);
+        let mut left: Vec<_> = left.map(|&(frame, _)| frame).collect();
+        left.sort_unstable();
+        self.end_punching(&left, |_| false);
+    }
+
     /// Gives a frame's number back if nothing holds it.
     pub(crate) fn free_number(&mut self, frame: FrameId) {
-        let held = |node: &StableNode| node.live || node.named > 0 || node.loose;
+        let held = |node: &StableNode| node.live || node.named > 0 || node.loose || node.punching;
         let Some(node) = self.rmap.node(frame).copied().filter(|node| !held(node)) else {
             return;
         };

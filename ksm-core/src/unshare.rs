@@ -197,6 +197,7 @@ pub(crate) fn restore_runs<B: Backend>(
             guard.change(Change::Restore(range), || guard.memory().restore(range))?;
         }
         drop(landing);
+        guard.region().domain.sweep();
         fault::point(Step::Lifted);
         if !held.refused.is_empty() {
             return Err(BackendError::Again);

@@ -310,3 +310,38 @@ fn no_counter_falls_while_regions_come_and_go() {
     let scanned = ksm.domain_stats(domain).unwrap().pages_scanned;
     assert!(scanned >= ROUNDS * 62, "{scanned}");
 }
+
+/// Pages that the guest has given back are forgotten, however many of them there are
+/// and wherever others stand among them; what is merged stays.
+#[test]
+fn pages_that_have_gone_are_forgotten_and_no_others() {
+    // More records than are gone through at one go.
+    const MANY: u64 = 10_000;
+    const STAY: [u64; 7] = [0, 1, 4095, 4096, 5000, 8191, MANY - 1];
+    let sim = SimBackend::new(SimConfig::default());
+    let ksm = Ksm::new(sim.clone(), Config::default()).unwrap();
+    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
+    let guest = sim.guest(MANY);
+    // Two pages of one content, that are merged.
+    let content = |page| if page == 1 { 5000 } else { page };
+    for page in 0..MANY {
+        guest.write(PageIndex(page), &pattern(1 + content(page)));
+    }
+    let region = ksm.register(space, guest.clone(), GUARDED).unwrap();
+    let scan = || while ksm.scan(u64::MAX).unwrap().passes == 0 {};
+    (0..3).for_each(|_| scan());
+    let stats = ksm.region_stats(region).unwrap();
+    assert_eq!((stats.ksm_rmap_items, stats.ksm_merging_pages), (MANY, 2));
+    for page in (0..MANY).filter(|page| !STAY.contains(page)) {
+        guest.discard_raw(PageIndex(page));
+    }
+    scan();
+    let stats = ksm.region_stats(region).unwrap();
+    let stay = STAY.len() as u64;
+    assert_eq!((stats.ksm_rmap_items, stats.ksm_merging_pages), (stay, 2));
+    for page in STAY {
+        let outcome = ksm.explain(region, PageIndex(page)).unwrap().outcome;
+        assert_ne!(outcome, Outcome::Unseen, "page {page}");
+    }
+    ksm.check().unwrap();
+}

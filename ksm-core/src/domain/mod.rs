@@ -5,22 +5,19 @@ mod blocks;
 mod check;
 mod plan;
 mod seal;
+mod unseen;
 
 pub(crate) use plan::Plan;
 
-use crate::backend::{Backend, FrameStore};
+use crate::backend::Backend;
 use crate::fingerprint::{Digest, Fingerprint, Keys};
-use crate::frames::Planner;
-use crate::page::{FrameId, FrameRange};
+use crate::page::FrameId;
 use crate::region::{AnonVmas, DomainId, Place, WalkCost};
-use crate::rmap::{ItemId, StableNode};
+use crate::rmap::ItemId;
 use crate::sharing::Sharing;
 use crate::stable::{Found, StableTree};
-use crate::sync::{Mutex, ThreadId, current};
+use crate::sync::{Mutex, current};
 use crate::unstable::UnstableTree;
-
-/// Frames that are given back under one hold of the lock.
-const SWEPT_AT_ONCE: usize = 32;
 
 /// Frames that are looked at under one hold of the lock.
 const LOOKED_AT_AT_ONCE: u32 = 4096;
@@ -101,31 +98,6 @@ impl<B: Backend> Domain<B> {
         }
     }
 
-    /// Gives back frames that nobody planned and no page maps.
-    pub(crate) fn sweep(&self) {
-        self.give_back(|planner| planner.is_none());
-    }
-
-    /// Gives back what a thread planned that is gone for good.
-    pub(crate) fn sweep_after(&self, dead: ThreadId) {
-        self.sharing.lock().frames.leave_plot(Some(dead));
-        self.give_back(|planner| planner.is_none() || planner == Some(dead));
-    }
-
-    fn give_back(&self, is_mine: impl Fn(Planner) -> bool) {
-        let loose = self.sharing.lock().take_loose(is_mine);
-        // Whoever has stopped pages may want the lock: it is not held for long.
-        for some in loose.chunks(SWEPT_AT_ONCE) {
-            let mut sharing = self.sharing.lock();
-            for &frame in some {
-                let node = sharing.rmap.node(frame);
-                if node.is_some_and(|node| node.sharers == 0 && !node.loose) {
-                    self.retire(&mut sharing, frame);
-                }
-            }
-        }
-    }
-
     /// A merged page is out of our hands for good: its frame stays, and so does its
     /// mapping of it.
     pub(crate) fn forsake(&self, frame: FrameId) {
@@ -176,30 +148,6 @@ impl<B: Backend> Domain<B> {
         }
     }
 
-    /// The page of `item` got a copy of its own; its mapping still names the
-    /// frame.
-    pub(crate) fn unshare(&self, frame: FrameId, item: ItemId) {
-        let mut sharing = self.sharing.lock();
-        if sharing.rmap.remove(frame, item) == 0 {
-            self.retire(&mut sharing, frame);
-        }
-    }
-
-    /// The same for many pages at once: frames in a row that nobody sees any more
-    /// are given back by one call.
-    pub(crate) fn unshare_all(&self, pages: &[(FrameId, ItemId)]) {
-        let mut sharing = self.sharing.lock();
-        let mut unseen: Vec<FrameId> = pages
-            .iter()
-            .filter(|&&(frame, item)| sharing.rmap.remove(frame, item) == 0)
-            .map(|&(frame, _)| frame)
-            .collect();
-        unseen.sort_unstable();
-        for run in unseen.chunk_by(|left, right| left.plus(1) == *right) {
-            self.retire_run(&mut sharing, run);
-        }
-    }
-
     /// The mapping of a page names `frame` no longer.
     pub(crate) fn unname(&self, frame: FrameId) {
         let mut sharing = self.sharing.lock();
@@ -208,57 +156,28 @@ impl<B: Backend> Domain<B> {
         }
     }
 
-    /// A copied page's region is gone, and its mapping still names `frame`.
-    pub(crate) fn abandon(&self, frame: FrameId) {
-        self.sharing.lock().rmap.abandon(frame);
+    /// A page's region is gone, and its mapping still names `frame`: one that was
+    /// copied, or of that `item`. Frames that nobody sees any more are left to the
+    /// next [sweep](Self::sweep).
+    pub(crate) fn abandon(&self, frame: FrameId, item: Option<ItemId>) {
+        let mut sharing = self.sharing.lock();
+        sharing.rmap.abandon(frame);
+        if item.is_some_and(|item| sharing.rmap.remove(frame, item) == 0) {
+            sharing.make_loose(frame, None);
+        }
     }
 
     /// Undoes a [`Self::reserve`] for a mapping that did not come about, or is
-    /// gone with its page.
+    /// gone with its page. A frame that nobody sees any more is left to the next
+    /// [sweep](Self::sweep), as other pages may be about to map it: so this asks nothing of
+    /// the host, and may be called with pages stopped.
     pub(crate) fn release(&self, frame: FrameId, item: ItemId) {
         let mut sharing = self.sharing.lock();
         if sharing.rmap.remove(frame, item) == 0 {
-            // The sweep decides: other pages may be about to map it.
             sharing.make_loose(frame, None);
         }
-        drop(sharing);
-        self.unname(frame);
-    }
-
-    /// Nobody sees the frame any more.
-    fn retire(&self, sharing: &mut Sharing, frame: FrameId) {
-        self.retire_run(sharing, &[frame]);
-    }
-
-    /// Nobody sees these frames, which are in a row, any more: gives their memory
-    /// back, and their numbers too unless a copied page still names them.
-    fn retire_run(&self, sharing: &mut Sharing, run: &[FrameId]) {
-        for &frame in run {
-            let node = sharing.rmap.node(frame).copied();
-            if let Some(node) = node.filter(|node| node.live) {
-                self.bury(sharing, frame, &node);
-            }
-        }
-        let (Some(&start), Ok(len)) = (run.first(), u32::try_from(run.len())) else {
-            return;
-        };
-        let punched = self.store.punch(FrameRange { start, len });
-        for &frame in run {
-            match punched {
-                Ok(()) => sharing.free_number(frame),
-                Err(_) => sharing.make_loose(frame, None),
-            }
-        }
-    }
-
-    /// Takes care that nobody comes to map the frame any more.
-    fn bury(&self, sharing: &mut Sharing, frame: FrameId, node: &StableNode) {
-        sharing.rmap.set_live(frame, false);
-        if let Some(digest) = self.stable.digest_of(node.fingerprint, frame) {
-            self.stable.remove(node.fingerprint, &digest);
-            if let Some(heir) = sharing.heir(node) {
-                self.stable.insert(node.fingerprint, digest, heir);
-            }
+        if sharing.rmap.unname(frame) == 0 {
+            sharing.free_number(frame);
         }
     }
 

@@ -11,9 +11,8 @@ impl<B: Backend> Domain<B> {
     /// One page at least is to be kept from leaving it meanwhile.
     pub(crate) fn seal(&self, frame: FrameId) {
         let mut sharing = self.sharing.lock();
-        let node = sharing.rmap.node(frame).copied();
-        if let Some(node) = node.filter(|node| node.live) {
-            self.bury(&mut sharing, frame, &node);
+        if sharing.rmap.node(frame).is_some_and(|node| node.live) {
+            self.bury(&mut sharing, frame);
             if !sharing.sealed.contains(&frame) {
                 sharing.sealed.push(frame);
             }

@@ -268,7 +268,7 @@ impl<B: Backend> Ksm<B> {
     fn admit(&self, region: &Region<B>, wishes: Vec<Wish>, aim: Aim, to_come: u64) -> Admission {
         let purse = self.purse(aim, to_come);
         let is_new = |frame| region.domain.sharers(frame) == 0;
-        let parted = purse.admit(&region.pages(), wishes, is_new);
+        let parted = purse.admit(|| region.pages(), wishes, is_new);
         // What a clone does without, no pass will come back to.
         if aim == Aim::Merge {
             let held_back = parted.held_back.len() as u64;

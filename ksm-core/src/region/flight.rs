@@ -124,6 +124,9 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             self.record_absent(range);
         }
         self.lease.journal().discard = None;
+        if dropped.is_ok() {
+            self.region().domain.sweep();
+        }
         dropped
     }
 

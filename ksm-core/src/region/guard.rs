@@ -36,7 +36,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
     }
 
     /// A merged page was written to, or given a copy: it maps its frame no
-    /// longer, though its mapping still names it.
+    /// longer, though its mapping still names it. Nothing may be stopped.
     pub(crate) fn note_copied(&self, page: PageIndex) {
         self.note_all_copied([page]);
     }
@@ -58,17 +58,18 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             unshared.extend(record.frame.map(|frame| (frame, item)));
         }
         drop(pages);
-        self.region.domain.unshare_all(&unshared);
+        self.region.domain.unshare(&unshared);
     }
 
     /// The same, for a page found copied that nobody but the guest can have
     /// copied.
     pub(crate) fn note_cow_break(&self, page: PageIndex) {
-        self.note_copied(page);
         self.region.tally().cow_breaks += 1;
+        self.note_copied(page);
     }
 
-    /// The mappings of `range` were replaced by the region's own memory.
+    /// The mappings of `range` were replaced by the region's own memory. Frames that
+    /// nobody sees any more are left to the next sweep: pages may be stopped still.
     pub(crate) fn note_own(&self, range: PageRange) {
         let runs = self.region.frame_runs(range);
         for page in runs.into_iter().flat_map(PageRange::iter) {
@@ -79,11 +80,11 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
                     record.class = Class::Volatile;
                 }
             });
-            let Some(frame) = old.frame else { continue };
-            if let Class::Merged(item) = old.class {
-                self.region.domain.unshare(frame, item);
+            match (old.frame, old.class) {
+                (Some(frame), Class::Merged(item)) => self.region.domain.release(frame, item),
+                (Some(frame), _) => self.region.domain.unname(frame),
+                (None, _) => {}
             }
-            self.region.domain.unname(frame);
         }
     }
 }

@@ -23,8 +23,13 @@ impl<B: Backend> Region<B> {
         self.by_holds(range, PageTable::forget);
     }
 
-    /// Shows the records of `range` part by part, each under a hold of its own.
-    fn by_holds(&self, range: PageRange, mut each: impl FnMut(&mut PageTable, PageRange)) {
+    /// Shows the records of `range` part by part, in order, each under a hold of its
+    /// own. To take another lock in `each` is to let others wait for that one, too.
+    pub(crate) fn by_holds(
+        &self,
+        range: PageRange,
+        mut each: impl FnMut(&mut PageTable, PageRange),
+    ) {
         let mut rest = range;
         while !rest.is_empty() {
             let mut pages = self.pages();

@@ -288,12 +288,15 @@ impl<B: Backend> Region<B> {
     pub(crate) fn abandon(&self) {
         let pages = std::mem::take(&mut *self.pages());
         for (_, record) in pages.seen(self.range()) {
-            let Some(frame) = record.frame else { continue };
-            self.domain.abandon(frame);
-            if let Class::Merged(item) = record.class {
-                self.domain.unshare(frame, item);
+            let item = match record.class {
+                Class::Merged(item) => Some(item),
+                _ => None,
+            };
+            if let Some(frame) = record.frame {
+                self.domain.abandon(frame, item);
             }
         }
+        self.domain.sweep();
     }
 
     /// The same, where pages that are still merged are somebody's: what they map
@@ -303,7 +306,7 @@ impl<B: Backend> Region<B> {
         for (_, record) in pages.seen(self.range()) {
             match (record.frame, record.class) {
                 (Some(frame), Class::Merged(_)) => self.domain.forsake(frame),
-                (Some(frame), _) => self.domain.abandon(frame),
+                (Some(frame), _) => self.domain.abandon(frame, None),
                 (None, _) => {}
             }
         }

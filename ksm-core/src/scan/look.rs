@@ -11,19 +11,21 @@ impl<B: Backend> Window<'_, '_, B> {
     /// `remove_trailing_rmap_items`). A merged page that nobody has touched since
     /// is a hole too, and so is a zero page: those stay.
     pub(super) fn forget_absent(&self, sight: &Sight) {
-        let mut pages = self.region.pages();
         let mut runs = sight.runs.iter().map(|run| run.range).peekable();
-        let mut gone = Vec::new();
-        for (page, record) in pages.seen(sight.range) {
-            while runs.next_if(|run| run.end <= page).is_some() {}
-            let populated = runs.peek().is_some_and(|run| run.contains(page));
-            if !populated && record.frame.is_none() && record.class != Class::Zero {
-                gone.push(page);
+        // The records there may be many more than the populated pages.
+        self.region.by_holds(sight.range, |pages, part| {
+            let mut gone = Vec::new();
+            for (page, record) in pages.seen(part) {
+                while runs.next_if(|run| run.end <= page).is_some() {}
+                let populated = runs.peek().is_some_and(|run| run.contains(page));
+                if !populated && record.frame.is_none() && record.class != Class::Zero {
+                    gone.push(page);
+                }
             }
-        }
-        for page in gone {
-            pages.set(page, Record::UNSEEN);
-        }
+            for page in gone {
+                pages.set(page, Record::UNSEEN);
+            }
+        });
     }
 
     /// Brings the records up to date with the page map. Returns the pages that

@@ -1,7 +1,7 @@
 //! What a guest, the embedder and the host do to guest memory.
 
 use std::fmt;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use super::Host;
 use super::page::{Bytes, Hold, SimPageState, Write};
@@ -99,7 +99,7 @@ impl SimGuest {
             if let Some(bytes) = self.read_now(&mut world, page) {
                 return bytes;
             }
-            world = self.wait(world);
+            world = self.host.wait(world);
         }
     }
 
@@ -108,13 +108,8 @@ impl SimGuest {
     pub fn wait_for_writes(&self, page: PageIndex) {
         let mut world = self.host.lock();
         while world.regions[self.region].write_waits(page) {
-            world = self.wait(world);
+            world = self.host.wait(world);
         }
-    }
-
-    fn wait<'a>(&self, world: MutexGuard<'a, World>) -> MutexGuard<'a, World> {
-        let waited = self.host.lifted.wait(world);
-        waited.unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn read_now(&self, world: &mut World, page: PageIndex) -> Option<PageBuf> {

@@ -82,7 +82,7 @@ pub struct SimBackend {
     host: Arc<Host>,
 }
 
-/// The world, and where threads wait for a page to come back.
+/// The world, and where threads wait for a page to come back or a call to wake.
 #[derive(Debug)]
 struct Host {
     world: Mutex<World>,
@@ -94,6 +94,12 @@ impl Host {
     /// world: tests look at it afterwards.
     fn lock(&self) -> MutexGuard<'_, World> {
         self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for something to change.
+    fn wait<'a>(&self, world: MutexGuard<'a, World>) -> MutexGuard<'a, World> {
+        let waited = self.lifted.wait(world);
+        waited.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -148,6 +154,17 @@ impl SimBackend {
     /// fails. For checks that make calls of their own.
     pub fn hold_still(&self, still: bool) {
         self.host.lock().still = still;
+    }
+
+    /// Lets calls of this kind that a [`FrameStore`](super::FrameStore) gets sleep once
+    /// they are counted, as where the host is short of memory, or wakes them.
+    /// Other calls go on beside them.
+    pub fn sleep(&self, call: Call, asleep: bool) {
+        let mut world = self.host.lock();
+        world.asleep.retain(|other| *other != call);
+        world.asleep.extend(asleep.then_some(call));
+        drop(world);
+        self.host.lifted.notify_all();
     }
 
     /// How many calls of this kind were made.

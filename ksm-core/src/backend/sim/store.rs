@@ -35,6 +35,9 @@ impl SimStore {
         let mut world = self.host.lock();
         world.step(None);
         world.may_fail(call)?;
+        while world.asleep.contains(&call) {
+            world = self.host.wait(world);
+        }
         let result = body(&mut world);
         world.step(None);
         result

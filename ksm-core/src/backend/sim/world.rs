@@ -54,6 +54,8 @@ pub(super) struct World {
     pub(super) vmas: u64,
     /// Nothing happens but what the engine does.
     pub(super) still: bool,
+    /// Calls of these kinds that a store gets sleep.
+    pub(super) asleep: Vec<Call>,
     pub(super) violation: Option<String>,
     pub(super) zero: Arc<PageBuf>,
 }
@@ -70,6 +72,7 @@ impl World {
             regions: Vec::new(),
             vmas: 0,
             still: false,
+            asleep: Vec::new(),
             violation: None,
             zero: Arc::from(PageBuf::zeroed()),
         }
