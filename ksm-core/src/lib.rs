@@ -144,6 +144,7 @@ mod merge;
 mod nursery;
 pub mod outcome;
 pub mod page;
+mod pledge;
 mod ration;
 mod region;
 mod rmap;
