@@ -84,6 +84,7 @@ impl<B: Backend> Ksm<B> {
                     continue;
                 }
                 let given_back = self.give_back()?;
+                self.empty_all_sealed();
                 self.end_pass(&mut scanner.journal(), given_back);
                 report.passes = 1;
                 break;
