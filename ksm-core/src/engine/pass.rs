@@ -288,12 +288,9 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<(), Error> {
         let limits = self.limits(region);
         let mut outcomes = OutcomeCounts::default();
-        for wish in parted.held_back {
-            outcomes[Outcome::VmaBudget] += 1;
-            region.note_outcome(wish.page, Outcome::VmaBudget);
-        }
+        let mut held_back = parted.held_back;
         let mut rest = &parted.admitted[..];
-        while !rest.is_empty() {
+        while !rest.is_empty() || !held_back.is_empty() {
             let guard = match self.turn(region, Patience::Wait)? {
                 Turn::Now(guard) => guard,
                 Turn::Later | Turn::NextPass | Turn::Gone => break,
@@ -302,17 +299,28 @@ impl<B: Backend> Ksm<B> {
             if !self.layout.stands(region) {
                 break;
             }
-            let run = merge::commit(&guard, rest, limits);
-            for (wish, &outcome) in rest.iter().zip(&run) {
-                outcomes[outcome] += 1;
+            let mut of_run = OutcomeCounts::default();
+            let mut note = |wish: &Wish, outcome| {
+                of_run[outcome] += 1;
                 region.note_outcome(wish.page, outcome);
+            };
+            for wish in held_back.drain(..) {
+                note(&wish, Outcome::VmaBudget);
             }
-            rest = &rest[run.len()..];
+            if !rest.is_empty() {
+                let run = merge::commit(&guard, rest, limits);
+                let done = rest.iter().zip(&run);
+                done.for_each(|(wish, &outcome)| note(wish, outcome));
+                rest = &rest[run.len()..];
+            }
             if rest.is_empty() {
                 guard.memory().rest();
             }
+            // Under the lease: what is counted of a region after others have taken its
+            // place is lost.
+            region.tally().outcomes.add(&of_run);
+            outcomes.add(&of_run);
         }
-        region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
         trace::merges(region.id, &outcomes);
         Ok(())

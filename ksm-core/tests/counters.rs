@@ -1,0 +1,164 @@
+//! Counters stay right whatever becomes of the regions meanwhile.
+#![cfg(feature = "fault-injection")]
+#![allow(clippy::unwrap_used)]
+
+mod step_hooks;
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::fault::{Step, set_hook};
+use ksm_core::{
+    Config, Ksm, Outcome, OutcomeCounts, PageIndex, RegionId, RegionOptions, ScanReport, SpaceId,
+};
+use step_hooks::at;
+
+const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+const PAGES: u64 = 24;
+
+struct World {
+    sim: SimBackend,
+    ksm: Arc<Ksm<SimBackend>>,
+    space: SpaceId,
+}
+
+fn world(max_vmas: Option<u64>) -> World {
+    let sim = SimBackend::new(SimConfig::default());
+    let config = Config {
+        max_vmas,
+        pages_per_stop: 4,
+        ..Config::default()
+    };
+    let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
+    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
+    World { sim, ksm, space }
+}
+
+impl World {
+    /// A guest whose page `n` holds `content(n)`.
+    fn guest(&self, content: impl Fn(u64) -> u64) -> (SimGuest, RegionId) {
+        let guest = self.sim.guest(PAGES);
+        for page in 0..PAGES {
+            guest.write(PageIndex(page), &pattern(content(page)));
+        }
+        let region = self.ksm.register(self.space, guest.clone(), GUARDED);
+        (guest, region.unwrap())
+    }
+
+    fn pass(&self) -> ScanReport {
+        self.ksm.scan(u64::MAX).unwrap()
+    }
+
+    fn passes(&self, passes: u64) {
+        for _ in 0..passes {
+            self.pass();
+        }
+    }
+
+    /// A pass in which, when it has merged the first run, another thread comes to
+    /// split `region` and waits for its lease.
+    fn pass_while_it_is_split(&self, region: RegionId) -> ScanReport {
+        let (is_splitting, splitting) = mpsc::channel();
+        let ksm = Arc::clone(&self.ksm);
+        set_hook(at(Step::Lifted, 1, move || {
+            let waits = || ksm.region_stats(region).unwrap().lease_waits;
+            let (before, splitter) = (waits(), Arc::clone(&ksm));
+            let split = thread::spawn(move || splitter.split(region, PageIndex(20)).unwrap());
+            while waits() == before {
+                thread::yield_now();
+            }
+            is_splitting.send(split).unwrap();
+        }));
+        let report = self.pass();
+        set_hook(None);
+        splitting.recv().expect("the step is taken").join().unwrap();
+        report
+    }
+}
+
+/// Pages that are equal in all guests, in two runs.
+fn two_runs(guest: u64) -> impl Fn(u64) -> u64 {
+    move |page| match page {
+        2..5 | 10..13 => 1 + page,
+        _ => 1000 * (1 + guest) + page,
+    }
+}
+
+#[test]
+fn passes_are_counted_where_there_is_no_domain() {
+    let world = world(None);
+    world.pass();
+    assert_eq!(world.ksm.stats().full_scans, 1);
+    let (space, domain) = (world.space, world.ksm.domains()[0]);
+    world.ksm.remove_space(space).unwrap();
+    world.ksm.remove_domain(domain).unwrap();
+    assert_eq!(world.ksm.stats().full_scans, 1);
+    world.pass();
+    assert_eq!(world.ksm.stats().full_scans, 2);
+    world.ksm.create_domain().unwrap();
+    world.ksm.create_domain().unwrap();
+    assert_eq!(world.ksm.stats().full_scans, 2);
+}
+
+/// What a pass says that became of pages is what the counters say, though a region
+/// is replaced between two runs.
+#[test]
+fn outcomes_of_a_region_that_is_split_are_counted() {
+    let world = world(None);
+    let (_, first) = world.guest(two_runs(0));
+    world.guest(two_runs(1));
+    let mut said = OutcomeCounts::default();
+    said.add(&world.pass().outcomes);
+    let report = world.pass_while_it_is_split(first);
+    assert!(report.outcomes[Outcome::Merged] > 0);
+    said.add(&report.outcomes);
+    assert_eq!(world.ksm.stats().outcomes, said);
+    for _ in 0..3 {
+        said.add(&world.pass().outcomes);
+    }
+    assert_eq!(world.ksm.stats().outcomes, said);
+    assert_eq!(said[Outcome::Merged], 12);
+}
+
+/// Mappings that are given back are counted before the lease is given up in between,
+/// when others may come to replace the region.
+#[test]
+fn mappings_given_back_are_counted_piece_by_piece() {
+    let world = world(Some(13));
+    // The frames of one are those of the other in reverse.
+    let (one, other) = (
+        world.guest(|page| if page < 12 { 1 + page } else { 1000 + page }),
+        world.guest(|page| if page < 12 { 12 - page } else { 2000 + page }),
+    );
+    world.passes(6);
+    let vmas = |region| world.ksm.region_stats(region).unwrap().vmas;
+    assert_eq!(vmas(one.1) + vmas(other.1), 13);
+    let ((broken, region), (whole, _)) = match vmas(one.1) {
+        12 => (one, other),
+        _ => (other, one),
+    };
+    // All of its mappings hold copies now; and others would save more.
+    for page in 0..12 {
+        broken.write(PageIndex(page), &pattern(3000 + page));
+    }
+    for page in 12..22 {
+        broken.write(PageIndex(page), &pattern(4000 + page));
+        whole.write(PageIndex(page), &pattern(4000 + page));
+    }
+    world.pass();
+    let before = world.ksm.stats();
+    let (count, counted) = mpsc::channel();
+    let ksm = Arc::clone(&world.ksm);
+    // Four pages under each lease: they are three, and this is the second one.
+    set_hook(at(Step::Unshared, 2, move || {
+        let stats = ksm.region_stats(region).unwrap();
+        count.send(stats.vmas_given_back).unwrap();
+    }));
+    world.pass();
+    set_hook(None);
+    assert_eq!(counted.recv().unwrap(), 3);
+    let after = world.ksm.stats();
+    assert!(after.vmas < before.vmas);
+    assert_eq!(after.vmas_given_back, before.vmas - after.vmas);
+}
