@@ -52,7 +52,9 @@ pub struct Config {
     /// as well: where it does not suffice, the first two copy pages that could be
     /// shared ([`Ksm::fork_region`](crate::Ksm::fork_region)), and the third is refused
     /// ([`Error::VmaBudget`]). What is merged at the same time by several calls (a pass,
-    /// clones) may exceed it by what one batch of each costs.
+    /// clones) may exceed it by what one batch of each costs. Mappings that
+    /// [`Ksm::unregister`](crate::Ksm::unregister) leaves below copies, in regions that
+    /// are not `dma_guarded`, are the embedder's from then on, and not counted.
     pub max_vmas: Option<u64>,
     /// From how many neighbouring pages of one content on they get a block of
     /// equal frames, so that 64 of them need one virtual memory area and not 64,

@@ -162,3 +162,41 @@ fn mappings_given_back_are_counted_piece_by_piece() {
     assert!(after.vmas < before.vmas);
     assert_eq!(after.vmas_given_back, before.vmas - after.vmas);
 }
+
+/// Mappings of a region that is leaving are there until it has gone: nobody may spend
+/// them before.
+#[test]
+fn mappings_of_a_region_that_is_leaving_are_not_spent() {
+    let world = world(Some(8));
+    let (_, leaving) = world.guest(two_runs(0));
+    let (_, other) = world.guest(two_runs(1));
+    world.passes(2);
+    assert_eq!(world.ksm.stats().vmas, 8);
+    // It would cost two runs, of two mappings each.
+    world.guest(two_runs(2));
+    let most = 3 + 8;
+    world.passes(2);
+    assert_eq!(world.sim.vmas(), most);
+
+    let (is_here, here) = mpsc::channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let ksm = Arc::clone(&world.ksm);
+    let unregistering = thread::spawn(move || {
+        // Its pages have copies, over mappings of frames.
+        set_hook(at(Step::Stopping, 1, move || {
+            is_here.send(()).unwrap();
+            may_go.recv().unwrap();
+        }));
+        ksm.unregister(leaving).unwrap();
+    });
+    here.recv().unwrap();
+    world.passes(2);
+    let meanwhile = world.sim.vmas();
+    go.send(()).unwrap();
+    unregistering.join().unwrap();
+    assert_eq!(meanwhile, most);
+    world.passes(2);
+    assert_eq!(world.ksm.stats().vmas, 8, "there is room for it now");
+    assert_eq!(world.sim.vmas(), most);
+    assert_eq!(world.ksm.region_stats(other).unwrap().vmas, 4);
+}

@@ -258,9 +258,10 @@ impl<B: Backend> Ksm<B> {
         }
     }
 
-    /// How many mappings merging has cost.
+    /// How many mappings merging has cost. Those of a region that is going are there
+    /// until it has gone.
     pub(super) fn mappings(&self) -> u64 {
-        let regions = self.layout.regions();
+        let regions = self.retired.all(&self.layout);
         regions.iter().map(|region| region.pages().seams()).sum()
     }
 
