@@ -1,7 +1,7 @@
 //! A pass over all regions: which window is next, and what is done with what it
 //! found.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::Ordering;
 
 use super::Ksm;
@@ -41,11 +41,11 @@ pub(super) struct Pass {
 }
 
 /// The regions that a pass goes through: those of one edition of the layout.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct TakenIn {
     sequence: u64,
-    /// The number of the region that came next.
-    next: u64,
+    /// But for those that were gone when it came to them, and may come back.
+    regions: BTreeSet<RegionId>,
 }
 
 impl Pass {
@@ -53,6 +53,13 @@ impl Pass {
     fn next(&mut self) -> Option<((RegionId, PageIndex), Patience)> {
         let todo = self.todo.pop_front().map(|at| (at, Patience::Try));
         todo.or_else(|| Some((self.deferred.pop_front()?, Patience::Wait)))
+    }
+
+    /// A region was not there.
+    fn miss(&mut self, id: RegionId) {
+        if let Some(taken_in) = &mut self.taken_in {
+            taken_in.regions.remove(&id);
+        }
     }
 }
 
@@ -90,6 +97,7 @@ impl<B: Backend> Ksm<B> {
                 break;
             };
             let Ok(region) = self.layout.region(id) else {
+                scanner.journal().miss(id);
                 continue;
             };
             let guard = match self.turn(&region, patience)? {
@@ -107,6 +115,7 @@ impl<B: Backend> Ksm<B> {
             };
             if !self.layout.stands(&region) {
                 // It left before its lease was taken.
+                scanner.journal().miss(id);
                 continue;
             }
             let next = self.scan_windows(guard, from, budget, Aim::Merge, &mut report)?;
@@ -134,33 +143,37 @@ impl<B: Backend> Ksm<B> {
             domain.start_pass();
         }
         self.vmas.start_pass();
-        self.take_in(pass, 0);
+        self.take_in(pass);
         pass.rounds = 1;
         pass.tally = PassTally::default();
     }
 
-    /// Puts the regions from number `first` on on the list.
-    fn take_in(&self, pass: &mut Pass, first: u64) {
-        let regions = self.layout.regions();
-        let new = regions.since(first).iter();
-        pass.todo = new.map(|region| (region.id, PageIndex(0))).collect();
+    /// Puts the regions on the list that it has not taken in before. (Their numbers do
+    /// not tell: a region has its own before it is made, and it may have been away.)
+    fn take_in(&self, pass: &mut Pass) {
+        let before = pass.taken_in.take().map(|taken_in| taken_in.regions);
+        let before = before.unwrap_or_default();
+        let edition = self.layout.regions();
+        let regions: BTreeSet<_> = edition.iter().map(|region| region.id).collect();
+        let new = regions.difference(&before);
+        pass.todo = new.map(|&id| (id, PageIndex(0))).collect();
         pass.taken_in = Some(TakenIn {
-            sequence: regions.sequence,
-            next: regions.next(),
+            sequence: edition.sequence,
+            regions,
         });
     }
 
     /// Where regions have come since the pass took its list of them, takes them
     /// in. Returns whether there is something to look at now.
     fn take_in_new(&self, pass: &mut Pass) -> bool {
-        let Some(taken_in) = pass.taken_in else {
+        let Some(taken_in) = &pass.taken_in else {
             return false;
         };
         if self.layout.is_last(taken_in.sequence) || pass.rounds == ROUNDS {
             return false;
         }
         pass.rounds += 1;
-        self.take_in(pass, taken_in.next);
+        self.take_in(pass);
         !pass.todo.is_empty()
     }
 

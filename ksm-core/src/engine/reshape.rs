@@ -78,7 +78,8 @@ impl<B: Backend> Ksm<B> {
         Ok(left)
     }
 
-    /// The regions of an address space, in the order in which they came.
+    /// The regions of an address space, in the order of their numbers: in which they
+    /// were registered, or in which it was begun to clone them or to take them over.
     ///
     /// # Errors
     /// [`Error::NoSpace`].
