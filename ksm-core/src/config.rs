@@ -42,8 +42,10 @@ pub struct Config {
     /// writes to one of them waits for all.
     pub pages_per_stop: u32,
     /// From how many pages on a window is fingerprinted, and merged pages are given
-    /// copies, by the rayon pool that `scan` or `unmerge` is called in. `u32::MAX`
-    /// for never.
+    /// copies, with the help of the rayon pool that `scan` or `unmerge` is called in:
+    /// of those of its threads that are free. No thread that is not is waited for, and
+    /// no other job of the pool is done meanwhile, so that its jobs may call the engine
+    /// as well. `u32::MAX` for never.
     pub parallel_pages: u32,
     /// The most virtual memory areas that merging may cost over all regions.
     /// `None` for three quarters of what the process may still have

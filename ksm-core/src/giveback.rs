@@ -206,7 +206,7 @@ fn take_off_frames<B: Backend>(
 ) -> Result<(), BackendError> {
     let region = guard.region();
     let merged = unshare::merged_runs(guard, chunk);
-    let (_, left, error) = unshare::break_cow(guard, chunk, u32::MAX);
+    let (_, left, error) = unshare::break_cow(guard, chunk);
     fault::point(Step::Unshared);
     if left > 0 {
         return Err(error.unwrap_or(BackendError::Again));

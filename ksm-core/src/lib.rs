@@ -129,6 +129,7 @@ mod budget;
 pub mod census;
 mod clone;
 mod config;
+mod crew;
 mod domain;
 mod engine;
 pub mod error;

@@ -12,10 +12,9 @@ mod look;
 
 use std::collections::HashMap;
 
-use rayon::prelude::*;
-
 use crate::backend::{Backend, Memory};
 use crate::config::Config;
+use crate::crew::share_out;
 use crate::domain::Plan;
 use crate::fault::{self, Step};
 use crate::fingerprint::Fingerprint;
@@ -26,6 +25,9 @@ use crate::page::{FrameId, PageBuf, PageIndex};
 use crate::region::{Class, PinnedPages, Record, Region, RegionGuard, RegionId};
 use crate::walk::{Reach, Walk};
 pub(crate) use ahead::{Ahead, Sight};
+
+/// Pages that one thread fingerprints at a time.
+const PIECE_PAGES: usize = 32;
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -130,21 +132,30 @@ fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<u
     lengths
 }
 
+/// Reads and fingerprints pages; `None` for one that went away meanwhile.
+fn fingerprint<B: Backend>(region: &Region<B>, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
+    let mut buf = PageBuf::zeroed();
+    let mut one = |&page: &PageIndex| {
+        region.memory().read(page, &mut buf).ok()?;
+        Some(region.domain.keys.fingerprint(&buf))
+    };
+    pages.iter().map(&mut one).collect()
+}
+
 impl<B: Backend> Window<'_, '_, B> {
     /// Reads and fingerprints `pages`; `None` for one that went away meanwhile.
     fn fingerprint(&self, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
-        let memory = self.guard.memory();
-        let keys = &self.region.domain.keys;
-        let one = |buf: &mut Box<PageBuf>, &page: &PageIndex| {
-            memory.read(page, buf).ok()?;
-            Some(keys.fingerprint(buf))
-        };
-        if pages.len() >= self.survey.config.parallel_pages as usize {
-            pages.par_iter().map_init(PageBuf::zeroed, one).collect()
-        } else {
-            let mut buf = PageBuf::zeroed();
-            pages.iter().map(|page| one(&mut buf, page)).collect()
+        if pages.len() < self.survey.config.parallel_pages as usize {
+            return fingerprint(self.region, pages);
         }
+        // For those who help: it cannot leave while its lease is held.
+        let Ok(region) = self.survey.layout.region(self.region.id) else {
+            return fingerprint(self.region, pages);
+        };
+        let of_pieces = share_out(pages.to_vec(), PIECE_PAGES, move |piece| {
+            fingerprint(&region, piece)
+        });
+        of_pieces.concat()
     }
 
     /// Decides what a page that looks like `fingerprint` could become; `stretch`
