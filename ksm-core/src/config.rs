@@ -12,8 +12,11 @@ use crate::error::Error;
 pub enum LockPolicy {
     /// A lock for each region, and a snapshot of the regions to go through. A
     /// pass puts a busy region off and comes back to it in the same pass, at last
-    /// waiting in turn. A change waits for one window or run of the region it is
-    /// about, and for no other region.
+    /// waiting in turn. A change waits, in turn, for what is under way in the region it
+    /// is about, and for no other region: that is a window
+    /// ([`Config::window_pages`]) or a run ([`Config::pages_per_stop`]) of a pass, eight
+    /// windows of a clone that is being made of it, 1,024 pages that are unmerged, or
+    /// the whole of a discard or a move.
     #[default]
     PerRegion,
     /// One lock for the whole layout, held through each change of it, and waited

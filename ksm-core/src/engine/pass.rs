@@ -241,7 +241,8 @@ impl<B: Backend> Ksm<B> {
         Ok(within.start)
     }
 
-    /// The lease for one more window, if nobody else wants it.
+    /// The lease for one more window, if nobody else wants it. (With one lock for all
+    /// regions, that is waited for.)
     fn go_on<'a>(&'a self, region: &'a Region<B>) -> Result<Option<RegionGuard<'a, B>>, Error> {
         Ok(match self.turn(region, Patience::Try)? {
             Turn::Now(guard) if self.layout.stands(region) => Some(guard),
