@@ -51,6 +51,13 @@ pub(crate) struct Batch {
     planned: HashMap<FrameId, u32>,
 }
 
+impl Batch {
+    /// How many pages are to map `frame`.
+    fn planned(&self, frame: FrameId) -> u32 {
+        self.planned.get(&frame).copied().unwrap_or(0)
+    }
+}
+
 /// What pages are looked at for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Aim {
@@ -263,13 +270,7 @@ impl<B: Backend> Window<'_, '_, B> {
     fn extend(&self, previous: Option<FrameId>, fingerprint: Fingerprint) -> Option<FrameId> {
         // Where blocks are only a chain, a run in one wastes frames.
         let previous = previous.filter(|_| self.survey.config.stretch_pages != u32::MAX)?;
-        let planned = self
-            .findings
-            .batch
-            .planned
-            .get(&previous.plus(1))
-            .copied()
-            .unwrap_or(0);
+        let planned = self.findings.batch.planned(previous.plus(1));
         let max = self.survey.config.max_page_sharing.saturating_sub(planned);
         self.survey.plan.extend(previous, fingerprint, max)
     }
@@ -281,17 +282,10 @@ impl<B: Backend> Window<'_, '_, B> {
         } else {
             frame
         };
-        let planned = |frame| {
-            self.findings
-                .batch
-                .planned
-                .get(&frame)
-                .copied()
-                .unwrap_or(0)
-        };
-        self.survey
-            .plan
-            .with_room(first, self.survey.config.max_page_sharing, planned)
+        let batch = &self.findings.batch;
+        let max = self.survey.config.max_page_sharing;
+        let plan = self.survey.plan;
+        plan.with_room(first, max, |frame| batch.planned(frame))
     }
 
     /// Two equal pages: a frame for both, in the stable tree.
