@@ -33,11 +33,17 @@ pub enum Step {
     Lifted,
     /// Merged pages whose mappings are given back have copies of their own.
     Unshared,
+    /// A discard is written down, and has not begun.
+    Discarding,
+    /// What was there is dropped, and the records do not say so yet.
+    Discarded,
     /// Memory is attached for a region that nobody knows of yet: a clone, or what
     /// is taken over.
     Nursed,
     /// Frames are counted as mapped by pages of it, and are not mapped yet.
     Reserved,
+    /// It is written down that they are being mapped, and they are not.
+    Adopting,
     /// They are mapped, and the records do not say so yet.
     Adopted,
     /// Some of its pages are complete.
@@ -71,10 +77,14 @@ impl Step {
         Self::Unshared,
     ];
 
+    /// The further steps of a discard, in order.
+    pub const DISCARD: [Self; 2] = [Self::Discarding, Self::Discarded];
+
     /// The further steps of making a clone and of taking memory over, in order.
-    pub const CLONE: [Self; 5] = [
+    pub const CLONE: [Self; 6] = [
         Self::Nursed,
         Self::Reserved,
+        Self::Adopting,
         Self::Adopted,
         Self::Reared,
         Self::Known,
@@ -85,8 +95,8 @@ impl Step {
 
     /// All steps.
     pub fn all() -> impl Iterator<Item = Self> {
-        let steps = Self::PASS.into_iter().chain(Self::CLONE);
-        steps.chain(Self::RESHAPE)
+        let steps = Self::PASS.into_iter().chain(Self::DISCARD);
+        steps.chain(Self::CLONE).chain(Self::RESHAPE)
     }
 }
 

@@ -295,11 +295,8 @@ fn discard_run<B: Backend>(
     backing: Backing,
 ) -> Result<(), BackendError> {
     let range = PageRange { start, end };
-    if range.is_empty() {
-        return Ok(());
+    match range.is_empty() {
+        true => Ok(()),
+        false => guard.discard(range, backing),
     }
-    guard.memory().discard(range, backing)?;
-    guard.note_own(range);
-    guard.region().forget(range);
-    Ok(())
 }

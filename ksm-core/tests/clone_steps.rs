@@ -5,34 +5,21 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
 
+mod clone_scenes;
 mod step_hooks;
+mod world;
 
 use std::sync::Arc;
 use std::thread;
 
+use clone_scenes::{GUARDED, PAGES, Scene, content};
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::error::RegisterError;
 use ksm_core::fault::Step;
-use ksm_core::page::{PageBuf, PageIndex, PageRange};
-use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, RegionOptions, SpaceId};
+use ksm_core::page::{PageBuf, PageIndex};
+use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, SpaceId};
 use step_hooks::{panics_at, vanishes_at};
-
-const PAGES: u64 = 20;
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
-
-/// In the middle of what it happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Scene {
-    FirstClone,
-    SecondClone,
-    /// There are no mappings: its pages are copied.
-    CopiedClone,
-    TakeOver,
-    SecondTakeOver,
-    Move,
-    Split,
-    UnregisterPart,
-}
+use world::{fill, is_sane, passes, range, reads};
 
 const SCENES: [Scene; 8] = [
     Scene::FirstClone,
@@ -44,33 +31,6 @@ const SCENES: [Scene; 8] = [
     Scene::Split,
     Scene::UnregisterPart,
 ];
-
-impl Scene {
-    fn steps(self) -> Vec<Step> {
-        let clone = Step::CLONE.to_vec();
-        match self {
-            Self::FirstClone => [&[Step::Filled, Step::Mapped][..], &clone].concat(),
-            Self::SecondClone | Self::SecondTakeOver => clone,
-            Self::CopiedClone => vec![Step::Nursed, Step::Reserved, Step::Reared, Step::Known],
-            Self::TakeOver => [&[Step::Allotted, Step::Filled][..], &clone].concat(),
-            Self::Move => vec![
-                Step::Nursed,
-                Step::Claimed,
-                Step::Reserved,
-                Step::Adopted,
-                Step::Reared,
-                Step::Replaced,
-                Step::Gone,
-            ],
-            Self::Split => vec![Step::Claimed, Step::Parted, Step::Replaced, Step::Gone],
-            Self::UnregisterPart => [&Step::RESHAPE[..], &[Step::Stopped, Step::Lifted]].concat(),
-        }
-    }
-
-    const fn takes_over(self) -> bool {
-        matches!(self, Self::TakeOver | Self::SecondTakeOver)
-    }
-}
 
 struct World {
     scene: Scene,
@@ -86,24 +46,11 @@ struct World {
     scanned: u64,
 }
 
-/// What a page of the parent, and of memory that is taken over, holds.
-fn content(page: u64) -> u64 {
+/// What a page of the other guest holds.
+fn others(page: u64) -> u64 {
     match page {
-        // Zeros.
-        9 | 10 | 15 => 0,
-        // Equal pages.
-        11 | 12 => 5,
-        page => 100 + page,
-    }
-}
-
-fn whole() -> PageRange {
-    PageRange::new(PageIndex(0), PAGES)
-}
-
-fn fill(guest: &SimGuest, content: impl Fn(u64) -> u64) {
-    for page in 0..PAGES {
-        guest.write(PageIndex(page), &pattern(content(page)));
+        0..6 => content(page),
+        page => 1000 + page,
     }
 }
 
@@ -126,21 +73,15 @@ fn world(scene: Scene) -> World {
     let spaces = [(); 2].map(|()| ksm.create_space(domain).unwrap());
     let guests = [sim.guest(PAGES), sim.guest(PAGES)];
     fill(&guests[0], content);
-    fill(&guests[1], |page| match page {
-        0..6 => content(page),
-        _ => 1000 + page,
-    });
+    fill(&guests[1], others);
     let [parent, _] = guests
         .each_ref()
         .map(|guest| ksm.register(spaces[0], guest.clone(), GUARDED).unwrap());
-    (0..3).for_each(|_| {
-        ksm.scan(u64::MAX).unwrap();
-    });
+    passes(&ksm, 3);
     // One page was merged and written to since; one is in use by a device.
     guests[0].write(PageIndex(2), &pattern(777));
-    let range = PageRange::one(PageIndex(16));
     let pins = !matches!(scene, Scene::Move | Scene::UnregisterPart);
-    let pin = pins.then(|| ksm.pin(parent, range).unwrap());
+    let pin = pins.then(|| ksm.pin(parent, range(16, 17)).unwrap());
     let clone = |fill_it: bool| {
         let place = sim.guest(PAGES);
         if fill_it {
@@ -153,7 +94,7 @@ fn world(scene: Scene) -> World {
             // A first clone lets the parent map frames, and leaves again.
             let first = ksm.fork_region(parent, spaces[1], clone(false), GUARDED);
             if scene == Scene::CopiedClone {
-                ksm.discard(first.unwrap(), whole()).unwrap();
+                ksm.discard(first.unwrap(), range(0, PAGES)).unwrap();
             }
         }
         Scene::SecondTakeOver => {
@@ -175,26 +116,6 @@ fn world(scene: Scene) -> World {
     }
 }
 
-/// What happens; an error says that it is done already, or half done.
-fn act(
-    ksm: &Ksm<SimBackend>,
-    scene: Scene,
-    (parent, space): (RegionId, SpaceId),
-    place: SimGuest,
-) -> Result<(), Error> {
-    match scene {
-        Scene::FirstClone | Scene::SecondClone | Scene::CopiedClone => {
-            ksm.fork_region(parent, space, place, GUARDED).map(|_| ())
-        }
-        Scene::TakeOver | Scene::SecondTakeOver => ksm.take_over(space, place, GUARDED).map(|_| ()),
-        Scene::Move => ksm.move_region(parent, place).map(|_| ()),
-        Scene::Split => ksm.split(parent, PageIndex(7)).map(|_| ()),
-        Scene::UnregisterPart => ksm
-            .unregister_part(parent, PageRange::new(PageIndex(5), 7))
-            .map(|_| ()),
-    }
-}
-
 fn expected(page: u64) -> Box<PageBuf> {
     match page {
         2 => pattern(777),
@@ -204,25 +125,13 @@ fn expected(page: u64) -> Box<PageBuf> {
 
 impl World {
     fn action(&self) -> impl FnOnce() -> Result<(), Error> + Send + 'static {
-        let (ksm, scene, place) = (Arc::clone(&self.ksm), self.scene, self.place.clone());
-        let whose = (self.parent, self.spaces[1]);
-        move || act(&ksm, scene, whose, place)
-    }
-
-    fn reads(&self, guest: &SimGuest, expected: impl Fn(u64) -> Box<PageBuf>, when: &str) {
-        for page in whole().iter() {
-            let is = guest.try_read(page);
-            let is = is.unwrap_or_else(|| panic!("{when}: a read of {page} waits"));
-            assert_eq!(is, *expected(page.0), "{when}: page {page}");
-        }
+        let (ksm, scene, parent) = (Arc::clone(&self.ksm), self.scene, self.parent);
+        let (space, place) = (self.spaces[1], self.place.clone());
+        move || scene.act(&ksm, parent, space, place)
     }
 
     fn check(&self, when: &str) {
-        assert_eq!(self.sim.violation(), None, "{when}");
-        assert!(self.sim.busy().is_idle(), "{when}: {:?}", self.sim.busy());
-        self.ksm
-            .check()
-            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        is_sane(&self.ksm, when);
         let scanned = self.ksm.stats().pages_scanned;
         assert!(scanned >= self.scanned, "{when}: {scanned} were scanned");
         let parents = match self.scene {
@@ -230,17 +139,10 @@ impl World {
             Scene::Move if !self.is_there() => &self.place,
             _ => &self.guests[0],
         };
-        self.reads(parents, expected, when);
-        self.reads(
-            &self.guests[1],
-            |page| match page {
-                0..6 => pattern(content(page)),
-                _ => pattern(1000 + page),
-            },
-            when,
-        );
+        reads(parents, expected, when);
+        reads(&self.guests[1], |page| pattern(others(page)), when);
         if self.scene.takes_over() {
-            self.reads(&self.place, |page| pattern(content(page)), when);
+            reads(&self.place, |page| pattern(content(page)), when);
         }
     }
 
@@ -279,10 +181,7 @@ impl World {
 
     /// Neither sees what is written to the other.
     fn write(&self, when: &str) {
-        if matches!(
-            self.scene,
-            Scene::Move | Scene::Split | Scene::UnregisterPart
-        ) {
+        if self.scene.reshapes() {
             return;
         }
         let page = PageIndex(3);
@@ -301,9 +200,7 @@ impl World {
     /// Everything can leave, and nothing is left.
     fn leave(mut self, when: &str) {
         self.pin = None;
-        (0..2).for_each(|_| {
-            self.ksm.scan(u64::MAX).unwrap();
-        });
+        passes(&self.ksm, 2);
         self.check(when);
         for space in self.spaces {
             for region in self.ksm.regions_of(space).unwrap() {
@@ -317,11 +214,9 @@ impl World {
         assert_eq!(self.ksm.store_bytes().unwrap(), 0, "{when}");
         let guests = [&self.guests[0], &self.guests[1], &self.place];
         for guest in guests {
-            whole().iter().for_each(|page| {
-                guest.write(page, &pattern(1));
-            });
+            fill(guest, |_| 1);
         }
-        assert!(self.sim.busy().is_idle(), "{when}");
+        is_sane(&self.ksm, when);
     }
 
     fn goes_on(self, when: &str) {
@@ -332,29 +227,25 @@ impl World {
     }
 }
 
+/// How often a scene takes a step, where nothing happens.
+fn times_taken(scene: Scene, step: Step) -> usize {
+    let world = world(scene);
+    let action = world.action();
+    let times = step_hooks::times_taken(step, || action().unwrap());
+    let when = format!("{scene:?}: calm, {step:?} {times}");
+    scene.demand(step, times, &when);
+    world.goes_on(&when);
+    times
+}
+
 /// Every step of every scene, with the first times that it is taken and the last.
 fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
-    let steps = SCENES.into_iter().flat_map(|scene| {
-        let all = Step::all().map(move |step| {
-            let world = world(scene);
-            let action = world.action();
-            let times = step_hooks::times_taken(step, || action().unwrap());
-            let when = format!("{scene:?}: calm, {step:?} {times}");
-            if scene.steps().contains(&step) {
-                assert!(times > 0, "{when}");
-            }
-            world.goes_on(&when);
-            (scene, step, times)
-        });
-        all.flat_map(|(scene, step, times)| {
-            let nths = (1..=times).filter(move |&nth| nth < 6 || nth == times);
-            nths.map(move |nth| (scene, step, nth))
-        })
+    let taken = SCENES.into_iter().flat_map(|scene| {
+        let times = move |step| (scene, step, times_taken(scene, step));
+        Step::all().map(times)
     });
-    steps.map(move |(scene, step, nth)| {
-        let when = format!("{scene:?}: {of} at {step:?} {nth}");
-        (world(scene), step, nth, when)
-    })
+    let all = step_hooks::accidents(of, taken, 5);
+    all.map(|(scene, step, nth, when)| (world(scene), step, nth, when))
 }
 
 #[test]
@@ -413,7 +304,7 @@ fn mappings_promised_to_a_thread_that_vanishes_are_not_lost() {
         let end_all_but_parent = || {
             for region in ksm.regions_of(space).unwrap() {
                 if region != parent {
-                    ksm.discard(region, whole()).unwrap();
+                    ksm.discard(region, range(0, PAGES)).unwrap();
                     ksm.unregister(region).unwrap();
                 }
             }

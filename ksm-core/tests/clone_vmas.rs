@@ -2,47 +2,29 @@
 //! is no more than the budget leaves, on the simulated backend.
 #![allow(clippy::unwrap_used)]
 
+mod world;
+
 use std::sync::Barrier;
 use std::thread;
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
-use ksm_core::{Config, Error, Ksm, Outcome, PageIndex, RegionId, RegionOptions, SpaceId};
-
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
-
-struct World {
-    sim: SimBackend,
-    ksm: Ksm<SimBackend>,
-    space: SpaceId,
-}
+use ksm_core::backend::sim::{SimGuest, pattern};
+use ksm_core::{Config, Error, Outcome, PageIndex, RegionId};
+use world::{GUARDED, World};
 
 fn world(max_vmas: Option<u64>) -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    // Small windows, so that clones are made in several steps.
-    let config = Config {
+    World::new(Config {
         max_vmas,
+        // Small windows, so that clones are made in several steps.
         window_pages: 64,
         ..Config::default()
-    };
-    let ksm = Ksm::new(sim.clone(), config).unwrap();
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
+    })
 }
 
 impl World {
     /// A guest whose page `n` holds `content(n)`, registered.
-    fn guest(&self, pages: u64, content: impl Fn(u64) -> u64) -> (RegionId, SimGuest) {
-        let guest = self.unregistered(pages, content);
-        let region = self.ksm.register(self.space, guest.clone(), GUARDED);
-        (region.unwrap(), guest)
-    }
-
-    fn unregistered(&self, pages: u64, content: impl Fn(u64) -> u64) -> SimGuest {
-        let guest = self.sim.guest(pages);
-        for page in 0..pages {
-            guest.write(PageIndex(page), &pattern(content(page)));
-        }
-        guest
+    fn registered(&self, pages: u64, content: impl Fn(u64) -> u64) -> (RegionId, SimGuest) {
+        let guest = self.guest_of(pages, content);
+        (self.register(&guest), guest)
     }
 
     fn fork(&self, parent: RegionId, pages: u64) -> (RegionId, SimGuest) {
@@ -57,14 +39,12 @@ impl World {
     /// the first of which the last 256 pages are its own.
     fn two_of_many_runs(&self) -> [(RegionId, SimGuest); 2] {
         let guests = [0, 1].map(|n| {
-            self.guest(PAGES, move |page| match page % 4 {
+            self.registered(PAGES, move |page| match page % 4 {
                 2 if page < PAGES - LONG => 1 + page,
                 _ => (1 + n) * 10_000 + page,
             })
         });
-        for _ in 0..10 {
-            self.ksm.scan(u64::MAX).unwrap();
-        }
+        self.passes(10);
         guests
     }
 
@@ -144,9 +124,9 @@ fn freezing_is_held_to_the_budget_too() {
     // Frames for every fourth page, in the order of another guest: no two of the
     // parent's are in a row.
     let scattered = |page: u64| page * 397 % PAGES;
-    world.fork(world.guest(PAGES, |page| 1 + page).0, PAGES);
+    world.fork(world.registered(PAGES, |page| 1 + page).0, PAGES);
     assert_eq!(world.ksm.stats().vmas, 0, "all of it is one run");
-    let (parent, memory) = world.guest(PAGES, |page| 1 + scattered(page));
+    let (parent, memory) = world.registered(PAGES, |page| 1 + scattered(page));
     let (clone, copy) = world.fork(parent, PAGES);
     world.ksm.check().unwrap();
     same(&memory, &copy);
@@ -202,9 +182,7 @@ fn a_move_takes_no_more_mappings_than_there_are() {
             assert!(world.vmas(moved) <= left, "while both were there");
         }
         // What was copied for that is merged again.
-        for _ in 0..10 {
-            world.ksm.scan(u64::MAX).unwrap();
-        }
+        world.passes(10);
         assert_eq!((world.vmas(moved), world.merged(moved)), (before, merged));
         assert_eq!(world.merged(other), merged);
     }
@@ -217,7 +195,7 @@ fn restored_memory_is_refused_where_mappings_do_not_suffice() {
     let needed = 2 * PAGES / 4 - 1;
     for max in [0, 100, needed - 1] {
         let world = world(Some(max));
-        let guest = world.unregistered(PAGES, content);
+        let guest = world.guest_of(PAGES, content);
         let taken = world.ksm.take_over(world.space, guest.clone(), GUARDED);
         let error = taken.unwrap_err();
         let Error::VmaBudget { needed, left } = error else {
@@ -232,7 +210,7 @@ fn restored_memory_is_refused_where_mappings_do_not_suffice() {
         assert!(world.ksm.regions_of(world.space).unwrap().is_empty());
     }
     let world = world(Some(needed));
-    let guest = world.unregistered(PAGES, content);
+    let guest = world.guest_of(PAGES, content);
     let taken = world.ksm.take_over(world.space, guest, GUARDED).unwrap();
     assert_eq!(world.vmas(taken), needed);
 }
@@ -246,7 +224,7 @@ fn guests_that_hold_the_same_are_cloned_at_a_time() {
     let mut seams = 0;
     for _ in 0..ROUNDS {
         let world = world(None);
-        let parents = [(); 2].map(|()| world.guest(PAGES, |page| 1 + page).0);
+        let parents = [(); 2].map(|()| world.registered(PAGES, |page| 1 + page).0);
         fork_at_a_time(&world, parents, PAGES);
         seams += world.ksm.stats().vmas;
         assert_eq!(world.ksm.stats().pages_shared, PAGES);
@@ -261,7 +239,7 @@ fn guests_that_hold_something_else_are_cloned_at_a_time() {
     const PAGES: u64 = 4096;
     for _ in 0..4 {
         let world = world(None);
-        let parents = [0, PAGES].map(|first| world.guest(PAGES, |page| 1 + first + page).0);
+        let parents = [0, PAGES].map(|first| world.registered(PAGES, |page| 1 + first + page).0);
         fork_at_a_time(&world, parents, PAGES);
         // Each run goes on until it meets the next: a few times in all.
         let seams = world.ksm.stats().vmas;

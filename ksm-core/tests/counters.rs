@@ -3,57 +3,37 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::{
-    Config, Ksm, Outcome, OutcomeCounts, PageIndex, RegionId, RegionOptions, ScanReport, SpaceId,
-};
-use step_hooks::at;
+use ksm_core::{Config, Outcome, OutcomeCounts, PageIndex, RegionId, ScanReport};
+use step_hooks::{Standing, at};
+use world::World;
 
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 const PAGES: u64 = 24;
 
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
-}
-
 fn world(max_vmas: Option<u64>) -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    let config = Config {
+    World::new(Config {
         max_vmas,
         pages_per_stop: 4,
         ..Config::default()
-    };
-    let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
+    })
 }
 
 impl World {
-    /// A guest whose page `n` holds `content(n)`.
-    fn guest(&self, content: impl Fn(u64) -> u64) -> (SimGuest, RegionId) {
-        let guest = self.sim.guest(PAGES);
-        for page in 0..PAGES {
-            guest.write(PageIndex(page), &pattern(content(page)));
-        }
-        let region = self.ksm.register(self.space, guest.clone(), GUARDED);
-        (guest, region.unwrap())
+    /// A guest whose page `n` holds `content(n)`, registered.
+    fn with(&self, content: impl Fn(u64) -> u64) -> (SimGuest, RegionId) {
+        let guest = self.guest_of(PAGES, content);
+        let region = self.register(&guest);
+        (guest, region)
     }
 
     fn pass(&self) -> ScanReport {
         self.ksm.scan(u64::MAX).unwrap()
-    }
-
-    fn passes(&self, passes: u64) {
-        for _ in 0..passes {
-            self.pass();
-        }
     }
 
     /// A pass in which, when it has merged the first run, another thread comes to
@@ -106,8 +86,8 @@ fn passes_are_counted_where_there_is_no_domain() {
 #[test]
 fn outcomes_of_a_region_that_is_split_are_counted() {
     let world = world(None);
-    let (_, first) = world.guest(two_runs(0));
-    world.guest(two_runs(1));
+    let (_, first) = world.with(two_runs(0));
+    world.with(two_runs(1));
     let mut said = OutcomeCounts::default();
     said.add(&world.pass().outcomes);
     let report = world.pass_while_it_is_split(first);
@@ -128,8 +108,8 @@ fn mappings_given_back_are_counted_piece_by_piece() {
     let world = world(Some(13));
     // The frames of one are those of the other in reverse.
     let (one, other) = (
-        world.guest(|page| if page < 12 { 1 + page } else { 1000 + page }),
-        world.guest(|page| if page < 12 { 12 - page } else { 2000 + page }),
+        world.with(|page| if page < 12 { 1 + page } else { 1000 + page }),
+        world.with(|page| if page < 12 { 12 - page } else { 2000 + page }),
     );
     world.passes(6);
     let vmas = |region| world.ksm.region_stats(region).unwrap().vmas;
@@ -168,32 +148,28 @@ fn mappings_given_back_are_counted_piece_by_piece() {
 #[test]
 fn mappings_of_a_region_that_is_leaving_are_not_spent() {
     let world = world(Some(8));
-    let (_, leaving) = world.guest(two_runs(0));
-    let (_, other) = world.guest(two_runs(1));
+    let (_, leaving) = world.with(two_runs(0));
+    let (_, other) = world.with(two_runs(1));
     world.passes(2);
     assert_eq!(world.ksm.stats().vmas, 8);
     // It would cost two runs, of two mappings each.
-    world.guest(two_runs(2));
+    world.with(two_runs(2));
     let most = 3 + 8;
     world.passes(2);
     assert_eq!(world.sim.vmas(), most);
 
-    let (is_here, here) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
     let ksm = Arc::clone(&world.ksm);
-    let unregistering = thread::spawn(move || {
-        // Its pages have copies, over mappings of frames.
-        set_hook(at(Step::Stopping, 1, move || {
-            is_here.send(()).unwrap();
-            may_go.recv().unwrap();
-        }));
+    // Its pages have copies, over mappings of frames.
+    let unregistering = Standing::at(Step::Stopping, 1, move || {
         ksm.unregister(leaving).unwrap();
     });
-    here.recv().unwrap();
-    world.passes(2);
+    unregistering.is_there();
+    (0..2).for_each(|_| {
+        world.pass();
+    });
     let meanwhile = world.sim.vmas();
-    go.send(()).unwrap();
-    unregistering.join().unwrap();
+    unregistering.go();
+    unregistering.ends();
     assert_eq!(meanwhile, most);
     world.passes(2);
     assert_eq!(world.ksm.stats().vmas, 8, "there is room for it now");

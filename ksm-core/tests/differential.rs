@@ -5,9 +5,10 @@
 #![cfg(all(feature = "script", feature = "linux"))]
 
 mod linux_common;
+mod readable;
 
 use std::cell::Cell;
-use std::fmt::{self, Write};
+use std::fmt::Write;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -15,10 +16,11 @@ use ksm_core::backend::PageState;
 use ksm_core::backend::linux::{HostRegion, LinuxBackend, StopMethod};
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, Stop};
 use ksm_core::page::{PAGE_SHIFT, PageBuf, PageIndex};
-use ksm_core::script::{Applied, BYTES_PER_OP, Host, Op, Runner, Script, SimHost, decode};
+use ksm_core::script::{Applied, Host, Op, Runner, Script, SimHost};
 use linux_common::{Guest, Kind};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use readable::{Readable, scripts};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
 /// Operations that are compared, for each way to stop and to read.
@@ -270,22 +272,6 @@ fn compare<A: Visible, B: Visible>(
     Ok(())
 }
 
-/// A script that prints as one.
-#[derive(Clone)]
-struct Readable(Script);
-
-impl fmt::Debug for Readable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "script\n{}", self.0)
-    }
-}
-
-fn scripts() -> impl Strategy<Value = Readable> {
-    let op = any::<[u8; BYTES_PER_OP]>();
-    let ops = prop::collection::vec(op, 1..100);
-    ops.prop_map(|ops| Readable(Script(decode(&ops.concat()))))
-}
-
 /// The script with every region declared guarded.
 fn guarded(script: &Script) -> Script {
     let mut script = script.clone();
@@ -309,7 +295,7 @@ fn explore(stop: Stop, kind: Kind, reads: Reads) {
             max_shrink_iters: 2_000,
             ..Config::default()
         });
-        let explored = runner.run(&scripts(), |Readable(script)| {
+        let explored = runner.run(&scripts(1..100), |Readable(script)| {
             let script = match reads {
                 Reads::All => script,
                 Reads::Some => guarded(&script),

@@ -1,14 +1,15 @@
 //! The engine's calls, one by one, on the simulated backend.
 #![allow(clippy::unwrap_used)]
 
+mod world;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::page::{PageIndex, PageRange};
-use ksm_core::{Config, Error, Ksm, Outcome, RegionId, RegionOptions, SpaceId, Target};
-
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+use ksm_core::{Config, Error, Ksm, Outcome, RegionId, SpaceId, Target};
+use world::{GUARDED, fill, is_sane};
 
 /// An engine with two guests of `pages` pages in one domain.
 struct World {
@@ -43,26 +44,15 @@ fn world_with(pages: u64, config: Config) -> World {
 }
 
 impl World {
-    /// Writes content `seed + page` to all pages of both guests.
-    fn fill(&self, seed: u64, pages: u64) {
+    /// Page `n` of either guest holds content `1 + n`.
+    fn fill(&self) {
         for guest in &self.guests {
-            for page in 0..pages {
-                guest.write(PageIndex(page), &pattern(seed + page));
-            }
+            fill(guest, |page| 1 + page);
         }
     }
 
     fn passes(&self, count: u64) {
-        let mut passes = 0;
-        while passes < count {
-            passes += self.ksm.scan(1 << 20).unwrap().passes;
-        }
-        self.sane();
-    }
-
-    fn sane(&self) {
-        self.ksm.check().unwrap();
-        assert!(self.sim.busy().is_idle(), "{:?}", self.sim.busy());
+        world::passes(&self.ksm, count);
     }
 
     fn shared(&self) -> (u64, u64) {
@@ -79,7 +69,7 @@ impl World {
 #[test]
 fn equal_pages_are_merged_in_the_second_pass() {
     let world = world(64);
-    world.fill(1, 64);
+    world.fill();
     world.passes(1);
     assert_eq!(world.shared(), (0, 0));
     assert_eq!(world.ksm.stats().pages_volatile, 128);
@@ -96,7 +86,7 @@ fn equal_pages_are_merged_in_the_second_pass() {
 #[test]
 fn a_written_page_is_noticed_and_merged_again() {
     let world = world(8);
-    world.fill(1, 8);
+    world.fill();
     world.passes(2);
     world.guests[0].write(PageIndex(3), &pattern(99));
     world.passes(1);
@@ -122,7 +112,7 @@ fn a_written_page_is_noticed_and_merged_again() {
 #[test]
 fn a_frame_that_nobody_maps_gives_its_memory_back() {
     let world = world(8);
-    world.fill(1, 8);
+    world.fill();
     world.passes(2);
     let full = world.ksm.store_bytes().unwrap();
     for guest in &world.guests {
@@ -188,10 +178,8 @@ fn nothing_merges_across_domains() {
     let space = world.ksm.create_space(other).unwrap();
     let guest = world.sim.guest(8);
     world.ksm.register(space, guest.clone(), GUARDED).unwrap();
-    world.fill(1, 8);
-    for page in 0..8 {
-        guest.write(PageIndex(page), &pattern(1 + page));
-    }
+    world.fill();
+    fill(&guest, |page| 1 + page);
     world.passes(3);
     assert_eq!(world.shared(), (8, 8));
     assert_eq!(world.ksm.domain_stats(other).unwrap().pages_unshared, 8);
@@ -200,7 +188,7 @@ fn nothing_merges_across_domains() {
 #[test]
 fn unmerge_gives_every_page_a_copy() {
     let world = world(32);
-    world.fill(1, 32);
+    world.fill();
     world.passes(2);
     let range = PageRange::new(PageIndex(4), 8);
     let some = Target::Pages(world.regions[0], range);
@@ -213,21 +201,21 @@ fn unmerge_gives_every_page_a_copy() {
     assert_eq!(world.ksm.unmerge(Target::All).unwrap(), 24);
     assert_eq!(world.shared(), (0, 0));
     assert_eq!(world.ksm.store_bytes().unwrap(), 0);
-    world.sane();
+    is_sane(&world.ksm, "unmerged");
     assert_eq!(world.guests[0].read(PageIndex(31)), *pattern(32));
 }
 
 #[test]
 fn unregister_leaves_plain_memory_and_no_frame_behind() {
     let world = world(32);
-    world.fill(1, 32);
+    world.fill();
     world.passes(2);
     for region in world.regions {
         world.ksm.unregister(region).unwrap();
     }
     let stats = world.ksm.stats();
     assert_eq!((stats.pages_shared, stats.frames_lingering), (0, 0));
-    world.sane();
+    is_sane(&world.ksm, "unregistered");
     for guest in &world.guests {
         assert_eq!(guest.read(PageIndex(5)), *pattern(6));
     }
@@ -238,12 +226,12 @@ fn unregister_leaves_plain_memory_and_no_frame_behind() {
 #[test]
 fn discarded_pages_read_as_zero_and_are_forgotten() {
     let world = world(32);
-    world.fill(1, 32);
+    world.fill();
     world.passes(2);
     world.guests[0].write(PageIndex(5), &pattern(77));
     let range = PageRange::new(PageIndex(4), 4);
     world.ksm.discard(world.regions[0], range).unwrap();
-    world.sane();
+    is_sane(&world.ksm, "discarded");
     assert_eq!(world.shared(), (32, 28));
     for page in range.iter() {
         assert!(world.guests[0].read(page).is_zero());
@@ -257,7 +245,7 @@ fn discarded_pages_read_as_zero_and_are_forgotten() {
 #[test]
 fn a_quiesced_engine_stands_still() {
     let world = world(8);
-    world.fill(1, 8);
+    world.fill();
     world.passes(1);
     let quiesced = world.ksm.quiesce().unwrap();
     assert!(matches!(world.ksm.scan(100), Err(Error::Quiesced)));
@@ -282,9 +270,7 @@ fn no_counter_falls_while_regions_come_and_go() {
     let domain = ksm.create_domain().unwrap();
     let space = ksm.create_space(domain).unwrap();
     let guest = sim.guest(64);
-    for page in 0..64 {
-        guest.write(PageIndex(page), &pattern(page / 2));
-    }
+    fill(&guest, |page| page / 2);
     let counters = || {
         let (all, mine) = (
             ksm.domain_stats(domain).unwrap(),
@@ -304,8 +290,7 @@ fn no_counter_falls_while_regions_come_and_go() {
     thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..ROUNDS {
-                let options = RegionOptions { dma_guarded: true };
-                let region = ksm.register(space, guest.clone(), options).unwrap();
+                let region = ksm.register(space, guest.clone(), GUARDED).unwrap();
                 for _ in 0..3 {
                     ksm.scan(u64::MAX).unwrap();
                 }

@@ -3,63 +3,29 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
-use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, FrameId, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
-use step_hooks::{at, vanishes_at};
-
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
-
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
-}
+use ksm_core::backend::sim::{Call, Failure, pattern};
+use ksm_core::fault::Step;
+use ksm_core::{Config, FrameId, PageIndex, RegionId, RegionOptions};
+use step_hooks::{Standing, vanishes_at};
+use world::{GUARDED, World, range};
 
 fn world() -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    let ksm = Arc::new(Ksm::new(sim.clone(), Config::default()).unwrap());
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
-}
-
-fn range(start: u64, end: u64) -> PageRange {
-    let [start, end] = [start, end].map(PageIndex);
-    PageRange { start, end }
+    World::new(Config::default())
 }
 
 impl World {
-    fn guest(&self, pages: u64, first: u64) -> SimGuest {
-        let guest = self.sim.guest(pages);
-        for page in 0..pages {
-            guest.write(PageIndex(page), &pattern(first + page));
-        }
-        guest
-    }
-    fn register(&self, guest: &SimGuest, options: RegionOptions) -> RegionId {
-        self.ksm
-            .register(self.space, guest.clone(), options)
-            .unwrap()
-    }
-
     /// The regions of two guests that hold the same, merged.
     fn merged_pair(&self) -> [RegionId; 2] {
-        let register = |()| self.register(&self.guest(8, 1), GUARDED);
+        let register = |()| self.register(&self.guest(8, 1));
         let regions = [(); 2].map(register);
         self.passes(2);
         regions
-    }
-
-    fn passes(&self, passes: u64) {
-        for _ in 0..passes {
-            self.ksm.scan(u64::MAX).unwrap();
-        }
-        self.ksm.check().unwrap();
     }
 }
 
@@ -88,32 +54,11 @@ fn a_fork_breaks_nothing_and_counts_nothing() {
     for page in 0..4 {
         assert!(guest.pin(PageIndex(page)));
     }
-    let parent = world.register(&guest, RegionOptions::default());
-    let clone = world.sim.guest(8);
-    world
-        .ksm
-        .fork_region(parent, world.space, clone, RegionOptions::default())
-        .unwrap();
+    let (ksm, space, unguarded) = (&world.ksm, world.space, RegionOptions::default());
+    let parent = ksm.register(space, guest, unguarded).unwrap();
+    let clone = ksm.fork_region(parent, space, world.sim.guest(8), unguarded);
+    clone.unwrap();
     assert_eq!(world.ksm.region_stats(parent).unwrap().cow_breaks, 0);
-}
-
-/// A thread that stands at `step` of `call` until told to go on.
-fn stands_at(
-    step: Step,
-    call: impl FnOnce() + Send + 'static,
-) -> (mpsc::Sender<()>, thread::JoinHandle<()>) {
-    let (here, is_here) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
-    let thread = thread::spawn(move || {
-        set_hook(at(step, 1, move || {
-            here.send(()).unwrap();
-            let _ = may_go.recv();
-        }));
-        call();
-        set_hook(None);
-    });
-    is_here.recv().unwrap();
-    (go, thread)
 }
 
 /// A region that is being taken away has pages stopped, too.
@@ -122,7 +67,10 @@ fn quiesce_waits_for_a_region_that_leaves() {
     let world = world();
     let regions = world.merged_pair();
     let ksm = Arc::clone(&world.ksm);
-    let (go, leaving) = stands_at(Step::Stopped, move || ksm.unregister(regions[0]).unwrap());
+    let leaving = Standing::at(Step::Stopped, 1, move || {
+        ksm.unregister(regions[0]).unwrap()
+    });
+    leaving.is_there();
     let (ksm, sim) = (Arc::clone(&world.ksm), world.sim.clone());
     let (said, says) = mpsc::channel();
     let quiet = thread::spawn(move || {
@@ -131,8 +79,8 @@ fn quiesce_waits_for_a_region_that_leaves() {
         drop(quiesced);
     });
     let early = says.recv_timeout(Duration::from_millis(300));
-    go.send(()).unwrap();
-    leaving.join().unwrap();
+    leaving.go();
+    leaving.ends();
     quiet.join().unwrap();
     assert!(early.is_err(), "quiesced while {early:?}");
 }
@@ -163,9 +111,10 @@ fn quiesce_holds_the_parts_of_what_is_split() {
         world.ksm.discard(region, range(0, 1)).unwrap();
     }
     let ksm = Arc::clone(&world.ksm);
-    let (go, moving) = stands_at(Step::Stopped, move || {
+    let moving = Standing::at(Step::Stopped, 1, move || {
         drop(ksm.move_frame(regions[0], PageIndex(7)));
     });
+    moving.is_there();
     let ksm = Arc::clone(&world.ksm);
     let splitting = thread::spawn(move || ksm.split(regions[1], PageIndex(4)).unwrap());
     thread::sleep(Duration::from_millis(100));
@@ -179,7 +128,7 @@ fn quiesce_holds_the_parts_of_what_is_split() {
         drop(quiesced);
     });
     thread::sleep(Duration::from_millis(100));
-    go.send(()).unwrap();
+    moving.go();
     let parts = splitting.join().unwrap();
     says.recv().unwrap();
     let ksm = Arc::clone(&world.ksm);
@@ -192,7 +141,7 @@ fn quiesce_holds_the_parts_of_what_is_split() {
     end.send(()).unwrap();
     quiet.join().unwrap();
     discarding.join().unwrap();
-    moving.join().unwrap();
+    moving.ends();
     assert!(
         early.is_err(),
         "a part was changed while the engine was held still"
@@ -205,16 +154,14 @@ fn a_space_is_dropped_while_its_region_is_split() {
     for round in 0..20 {
         let world = world();
         let guests = [world.guest(6000, 1), world.guest(6000, 1)];
-        let region = world.register(&guests[0], GUARDED);
+        let region = world.register(&guests[0]);
         let other = world.ksm.space_domain(world.space).unwrap();
         let other = world.ksm.create_space(other).unwrap();
         world
             .ksm
             .register(other, guests[1].clone(), GUARDED)
             .unwrap();
-        for _ in 0..2 {
-            world.ksm.scan(u64::MAX).unwrap();
-        }
+        world.passes(2);
         let ksm = Arc::clone(&world.ksm);
         let splitting = thread::spawn(move || ksm.split(region, PageIndex(3000)));
         let mut left;
@@ -247,7 +194,7 @@ fn a_space_is_dropped_while_its_region_is_split() {
 fn frames_of_a_clone_whose_maker_vanished_are_given_back() {
     let world = world();
     let guest = world.guest(100, 1);
-    let parent = world.register(&guest, GUARDED);
+    let parent = world.register(&guest);
     let clone = world.sim.guest(100);
     let (ksm, space) = (Arc::clone(&world.ksm), world.space);
     let dead = vanishes_at(Step::Planned, 1, move || {
@@ -257,9 +204,7 @@ fn frames_of_a_clone_whose_maker_vanished_are_given_back() {
     for page in 0..100 {
         guest.write(PageIndex(page), &pattern(500 + page));
     }
-    for _ in 0..3 {
-        world.ksm.scan(u64::MAX).unwrap();
-    }
+    world.passes(3);
     assert_eq!(world.ksm.stats().pages_shared, 0);
     assert_eq!(world.ksm.store_bytes().unwrap(), 0);
 }
@@ -267,17 +212,12 @@ fn frames_of_a_clone_whose_maker_vanished_are_given_back() {
 /// One item stands for the pages of all clones, on the new frame as on the old.
 #[test]
 fn a_frame_moves_with_all_its_clones() {
-    let sim = SimBackend::new(SimConfig::default());
-    let config = Config {
+    let world = World::new(Config {
         max_page_sharing: 4,
         ..Config::default()
-    };
-    let ksm = Ksm::new(sim.clone(), config).unwrap();
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    let guest = sim.guest(2);
-    guest.write(PageIndex(0), &pattern(6));
-    guest.write(PageIndex(1), &pattern(7));
-    let parent = ksm.register(space, guest, GUARDED).unwrap();
+    });
+    let parent = world.register(&world.guest(2, 6));
+    let World { sim, ksm, space } = world;
     let mut clones = vec![parent];
     for _ in 0..8 {
         let clone = ksm.fork_region(parent, space, sim.guest(2), GUARDED);
@@ -303,12 +243,8 @@ struct Splitting {
 fn beside_a_split() -> Splitting {
     let world = world();
     let guests = [world.guest(6000, 1), world.guest(6000, 1)];
-    let regions = guests
-        .each_ref()
-        .map(|guest| world.register(guest, GUARDED));
-    for _ in 0..2 {
-        world.ksm.scan(u64::MAX).unwrap();
-    }
+    let regions = guests.each_ref().map(|guest| world.register(guest));
+    world.passes(2);
     let ksm = Arc::clone(&world.ksm);
     let thread = thread::spawn(move || ksm.split(regions[0], PageIndex(3000)));
     while world.ksm.regions_of(world.space).unwrap().len() == 2 {}
@@ -352,20 +288,21 @@ fn unshare_frame_beside_a_split() {
 fn no_clone_comes_to_a_space_that_was_dropped() {
     let world = world();
     let guest = world.guest(8, 1);
-    let parent = world.register(&guest, GUARDED);
+    let parent = world.register(&guest);
     let domain = world.ksm.space_domain(world.space).unwrap();
     let other = world.ksm.create_space(domain).unwrap();
     let clone = world.sim.guest(8);
     let (ksm, source) = (Arc::clone(&world.ksm), clone.clone());
-    let (go, forking) = stands_at(Step::Planned, move || {
+    let forking = Standing::at(Step::Planned, 1, move || {
         println!(
             "fork: {:?}",
             ksm.fork_region(parent, other, source, GUARDED)
         );
     });
+    forking.is_there();
     world.ksm.drop_space(other).unwrap();
-    go.send(()).unwrap();
-    forking.join().unwrap();
+    forking.go();
+    forking.ends();
     assert!(world.ksm.spaces().iter().all(|space| space.0 != other));
     for sharer in world.ksm.sharers(parent, PageIndex(0)).unwrap() {
         assert_ne!(sharer.space, other, "a region of a space that is no more");

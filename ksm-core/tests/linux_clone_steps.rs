@@ -4,6 +4,7 @@
 #![cfg(all(feature = "linux", feature = "fault-injection"))]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+mod clone_scenes;
 mod linux_common;
 mod step_hooks;
 
@@ -12,32 +13,22 @@ use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use clone_scenes::{GUARDED, PAGES, Scene};
 use ksm_core::backend::linux::LinuxBackend;
 use ksm_core::fault::Step;
-use ksm_core::page::{PAGE_SIZE, PageIndex};
-use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, RegionOptions, RegisterError, SpaceId};
+use ksm_core::page::PAGE_SIZE;
+use ksm_core::{Config, Error, Ksm, PinGuard, RegionId, RegisterError, SpaceId};
 use linux_common::{Guest, KINDS, Kind, full_of, memfd, pages};
 use step_hooks::{panics_at, vanishes_at};
 use vm_memory::FileOffset;
 use vm_memory::mmap::MmapRegionBuilder;
 
-const PAGES: u64 = 20;
 /// What the vCPU writes to all along, but for moves. A guard holds it, so that the
 /// steps are the same each time.
 const BUSY: u64 = 13;
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Scene {
-    Clone,
-    TakeOver,
-    Move,
-    Split,
-    UnregisterPart,
-}
 
 const SCENES: [Scene; 5] = [
-    Scene::Clone,
+    Scene::FirstClone,
     Scene::TakeOver,
     Scene::Move,
     Scene::Split,
@@ -66,11 +57,7 @@ impl Drop for Stop<'_> {
 
 /// What a page of the parent, and of memory that is taken over, is full of.
 fn content(page: u64) -> u8 {
-    match page {
-        9 | 10 | 15 => 0,
-        11 | 12 => 5,
-        page => 100 + page as u8,
-    }
+    u8::try_from(clone_scenes::content(page)).unwrap()
 }
 
 fn fill(guest: &Guest) {
@@ -138,13 +125,7 @@ impl World {
     fn action(&self) -> impl FnOnce() -> Result<(), Error> + Send + 'static {
         let (ksm, scene, region) = (Arc::clone(&self.ksm), self.scene, self.region);
         let (space, place) = (self.spaces[1], self.place.source());
-        move || match scene {
-            Scene::Clone => ksm.fork_region(region, space, place, GUARDED).map(drop),
-            Scene::TakeOver => ksm.take_over(space, place, GUARDED).map(drop),
-            Scene::Move => ksm.move_region(region, place).map(drop),
-            Scene::Split => ksm.split(region, PageIndex(7)).map(drop),
-            Scene::UnregisterPart => ksm.unregister_part(region, pages(5, 7)).map(drop),
-        }
+        move || scene.act(&ksm, region, space, place)
     }
 
     /// Lets a vCPU of the parent write while `accident` happens, and demands that
@@ -190,7 +171,7 @@ impl World {
     fn goes_on(mut self, when: &str) {
         self.check(when);
         let done = match self.scene {
-            Scene::Clone | Scene::TakeOver => {
+            Scene::FirstClone | Scene::TakeOver => {
                 !self.ksm.regions_of(self.spaces[1]).unwrap().is_empty()
             }
             _ => !self.is_there(),
@@ -203,7 +184,7 @@ impl World {
             other => panic!("{when}: done: {done}, and then {other:?}"),
         }
         self.check(when);
-        if self.scene == Scene::Clone {
+        if self.scene == Scene::FirstClone {
             ends_are(&self.place, Some(BUSY), when);
             self.parent.fill(3, 1);
             assert_eq!(self.place.ends(3), (content(3), content(3)), "{when}");
@@ -243,24 +224,30 @@ impl World {
     }
 }
 
+/// How often a scene takes a step, where nothing happens.
+fn times_taken(scene: Scene, kind: Kind, step: Step) -> usize {
+    let world = world(scene, kind);
+    let action = world.action();
+    let times = step_hooks::times_taken(step, || action().unwrap());
+    scene.demand(
+        step,
+        times,
+        &format!("{scene:?}, {kind:?}: {step:?} is not taken"),
+    );
+    times
+}
+
 /// Every step of every scene, with the first times that it is taken and the last.
 fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
-    let kinds = SCENES
+    let scenes = SCENES
         .into_iter()
         .flat_map(|scene| KINDS.map(|kind| (scene, kind)));
-    let steps = kinds.flat_map(|(scene, kind)| Step::all().map(move |step| (scene, kind, step)));
-    let nths = steps.flat_map(|(scene, kind, step)| {
-        let world = world(scene, kind);
-        let action = world.action();
-        let times = step_hooks::times_taken(step, || action().unwrap());
-        let is_told = |nth: &usize| *nth < 3;
-        let nths = (1..=times).filter(move |nth| is_told(nth) || *nth == times);
-        nths.map(move |nth| (scene, kind, step, nth))
+    let taken = scenes.flat_map(|(scene, kind)| {
+        let times = move |step| ((scene, kind), step, times_taken(scene, kind, step));
+        Step::all().map(times)
     });
-    nths.map(move |(scene, kind, step, nth)| {
-        let when = format!("{scene:?}, {kind:?}: {of} at {step:?} {nth}");
-        (world(scene, kind), step, nth, when)
-    })
+    let all = step_hooks::accidents(of, taken, 2);
+    all.map(|((scene, kind), step, nth, when)| (world(scene, kind), step, nth, when))
 }
 
 #[test]

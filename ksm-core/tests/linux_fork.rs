@@ -217,8 +217,8 @@ fn a_guest_moves_to_another_address() {
 }
 
 /// A snapshot file of `PAGES` pages, every fifth of them zero.
-fn snapshot() -> File {
-    let path = std::env::temp_dir().join(format!("ksm-snapshot-{}", std::process::id()));
+fn snapshot(name: &str) -> File {
+    let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
     let mut file = File::options()
         .read(true)
         .write(true)
@@ -255,7 +255,7 @@ fn restored(file: &File) -> Guest {
 fn restored_snapshots_are_taken_over() {
     for method in linux_common::METHODS {
         let world = world(Kind::Anonymous(method));
-        let file = snapshot();
+        let file = snapshot("ksm-snapshot");
         let guests = [(); 2].map(|()| restored(&file));
         let refused = world.ksm.register(world.space, guests[0].source(), GUARDED);
         assert!(matches!(refused, Err(Error::Register(_))), "{refused:?}");
@@ -277,8 +277,7 @@ fn restored_snapshots_are_taken_over() {
         forked.unwrap();
         assert_eq!(clone.ends(11), (99, 99));
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let name = format!("ksm-snapshot-{}", std::process::id());
-        assert!(!maps.contains(&name), "the file is still mapped");
+        assert!(!maps.contains("ksm-snapshot"), "the file is still mapped");
 
         // They live as others do: written to, merged again, given back.
         for guest in [&guests[0], &guests[1], &clone] {
@@ -305,6 +304,33 @@ fn restored_snapshots_are_taken_over() {
                 guest.0.read_slice(&mut seen, at).unwrap();
                 assert_eq!(seen, content, "page {page}");
             }
+        }
+    }
+}
+
+/// Memory whose take-over fails in the middle keeps its bytes, and nobody's
+/// userfaultfd has any of it.
+#[test]
+fn a_snapshot_for_which_mappings_do_not_suffice() {
+    for method in linux_common::METHODS {
+        let config = Config {
+            max_vmas: Some(PAGES / 10),
+            ..Config::default()
+        };
+        let ksm = Ksm::new(Kind::Anonymous(method).backend(), config).unwrap();
+        let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
+        let file = snapshot("ksm-refused");
+        let guest = restored(&file);
+        let taken = ksm.take_over(space, guest.source(), GUARDED);
+        assert!(matches!(taken, Err(Error::VmaBudget { .. })), "{taken:?}");
+        let sizes = [0, PAGES - 1].map(|page| guest.smaps(page, "Size"));
+        assert_ne!(sizes[0], sizes[1], "it failed before the middle");
+        for page in 0..PAGES {
+            let flags = guest.vm_flags(page);
+            let registered = flags.iter().any(|flag| flag == "uw" || flag == "um");
+            assert!(!registered, "{method:?}: page {page} is {flags:?}");
+            let is = if page % 5 == 4 { 0 } else { 7 };
+            assert_eq!(guest.ends(page).1, is, "{method:?}: page {page}");
         }
     }
 }

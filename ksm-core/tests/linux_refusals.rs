@@ -7,9 +7,10 @@ mod linux_common;
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
-use ksm_core::backend::linux::{Fds, HostRegion, LinuxBackend, StopMethod};
+use ksm_core::backend::linux::{Fds, HostRegion, LinuxBackend, OpenError, StopMethod};
 use ksm_core::backend::{Backend, Backing, Memory, RegionOptions};
 use ksm_core::{MemfdFault, RegisterError};
 use linux_common::{Bench, Guest, METHODS, backend, pages, refusal};
@@ -291,4 +292,30 @@ fn what_a_host_lacks_is_named() {
     };
     let error = LinuxBackend::from_fds(fds).expect_err("that is no userfaultfd");
     assert!(error.to_string().contains("userfaultfd"), "{error}");
+}
+
+#[test]
+fn another_process_page_map_is_not_ours() {
+    let mut other = Command::new("sleep").arg("600").spawn().unwrap();
+    let opened = |name: &str| -> OwnedFd {
+        let path = format!("/proc/{}/{name}", other.id());
+        File::open(path).unwrap().into()
+    };
+    let foreign = [
+        Fds {
+            pagemap: opened("pagemap"),
+            ..Fds::open().unwrap()
+        },
+        Fds {
+            smaps: opened("smaps"),
+            ..Fds::open().unwrap()
+        },
+    ];
+    let errors = foreign.map(|fds| LinuxBackend::from_fds(fds).map(drop));
+    other.kill().unwrap();
+    other.wait().unwrap();
+    for error in errors {
+        let named = matches!(error, Err(OpenError::OtherAddressSpace));
+        assert!(named, "{error:?}");
+    }
 }

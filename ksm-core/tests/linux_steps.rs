@@ -5,6 +5,7 @@
 #![cfg(feature = "fault-injection")]
 
 mod linux_common;
+mod pass_scenes;
 mod step_hooks;
 
 use std::sync::Arc;
@@ -15,22 +16,13 @@ use ksm_core::fault::Step;
 use ksm_core::page::{PageBuf, PageIndex};
 use ksm_core::{Config, Ksm, RegionOptions};
 use linux_common::{Guest, KINDS, Kind, full_of, pages};
+use pass_scenes::{PAGES, SCENES, Scene};
 use step_hooks::{panics_at, vanishes_at};
 use vm_memory::{Bytes, MemoryRegionAddress};
 
-const PAGES: u64 = 24;
 /// Where the vCPUs write, in every page.
 const OFFSET: u64 = 8;
 const WRITTEN: u8 = 0xee;
-
-/// The pass in which it happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Scene {
-    Merging,
-    GivingBack,
-}
-
-const SCENES: [Scene; 2] = [Scene::Merging, Scene::GivingBack];
 
 struct World {
     scene: Scene,
@@ -159,30 +151,13 @@ impl World {
         }
     }
 
-    /// The engine does what is left.
+    /// After the accident the engine does what is left.
     fn finish(&self, when: &str) {
-        for _ in 0..6 {
-            self.ksm.scan(1 << 20).unwrap();
-        }
-        self.ksm
-            .check()
-            .unwrap_or_else(|error| panic!("{when}: {error}"));
-        let stats = self.ksm.stats();
-        let sharing = (
-            stats.pages_shared,
-            stats.pages_sharing,
-            stats.ksm_zero_pages,
-        );
-        let run = PAGES / 2 - 2;
-        let expected = match self.scene {
-            Scene::Merging => (PAGES - 5, PAGES - 5, 10),
-            Scene::GivingBack => (run, run, 0),
-        };
-        assert_eq!(sharing, expected, "{when}");
+        pass_scenes::finish(&self.ksm, self.scene, when);
         // Of its mappings each guest has one beside its own memory.
         if self.scene == Scene::GivingBack {
             let mappings = self.guests.each_ref().map(Guest::mappings);
-            assert_eq!((stats.vmas, mappings), (2, [2, 2]), "{when}");
+            assert_eq!((self.ksm.stats().vmas, mappings), (2, [2, 2]), "{when}");
         }
     }
 }
@@ -200,16 +175,14 @@ fn times_taken(scene: Scene, kind: Kind, step: Step) -> usize {
 /// Everything that can be tried, and what it is called.
 fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
     let scenes = KINDS
-        .iter()
-        .flat_map(|kind| SCENES.map(|scene| (scene, *kind)));
-    let steps = scenes.flat_map(|(scene, kind)| Step::PASS.map(|step| (scene, kind, step)));
-    let all = steps.flat_map(|(scene, kind, step)| {
-        (1..=times_taken(scene, kind, step)).map(move |nth| (scene, kind, step, nth))
+        .into_iter()
+        .flat_map(|kind| SCENES.map(|scene| (scene, kind)));
+    let taken = scenes.flat_map(|(scene, kind)| {
+        let times = move |step| ((scene, kind), step, times_taken(scene, kind, step));
+        Step::PASS.into_iter().map(times)
     });
-    all.map(move |(scene, kind, step, nth)| {
-        let when = format!("{kind:?}, {scene:?}: {of} at {step:?} {nth}");
-        (world(scene, kind), step, nth, when)
-    })
+    let all = step_hooks::accidents(of, taken, usize::MAX);
+    all.map(|((scene, kind), step, nth, when)| (world(scene, kind), step, nth, when))
 }
 
 #[test]

@@ -2,9 +2,11 @@
 //! operations, with everything checked after each.
 #![cfg(feature = "script")]
 
+mod readable;
+
 use std::cell::Cell;
-use std::fmt;
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 
 use ksm_core::backend::sim::{SimConfig, Stop};
@@ -12,31 +14,18 @@ use ksm_core::script::{BYTES_PER_OP, Op, Runner, Script, SimHost, decode, decode
 use ksm_core::{Outcome, OutcomeCounts, Stats};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+use readable::{Readable, scripts};
 
 /// Operations that a run applies at least; `KSM_MODEL_OPERATIONS` asks for
 /// more.
 const OPERATIONS: u64 = 100_000;
+/// Operations of a script.
+const SCRIPT: Range<usize> = 1..120;
 
 fn operations() -> u64 {
     let asked = std::env::var("KSM_MODEL_OPERATIONS");
     let asked = asked.map(|text| text.parse().expect("KSM_MODEL_OPERATIONS is a number"));
     asked.unwrap_or(OPERATIONS)
-}
-
-/// A script that prints as one.
-#[derive(Clone)]
-struct Readable(Script);
-
-impl fmt::Debug for Readable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "script\n{}", self.0)
-    }
-}
-
-fn scripts() -> impl Strategy<Value = Readable> {
-    let op = any::<[u8; BYTES_PER_OP]>();
-    let ops = prop::collection::vec(op, 1..120);
-    ops.prop_map(|ops| Readable(Script(decode(&ops.concat()))))
 }
 
 /// What happened in all scripts together.
@@ -81,7 +70,9 @@ impl Seen {
 
 /// Runs random scripts until enough operations were applied.
 fn explore(operations: u64, config: impl Fn(u64) -> SimConfig) -> Seen {
-    explore_on(operations, scripts(), |seed| SimHost::with(config(seed)))
+    explore_on(operations, scripts(SCRIPT), |seed| {
+        SimHost::with(config(seed))
+    })
 }
 
 fn explore_on(
@@ -157,7 +148,7 @@ fn it_agrees_where_memory_is_a_file() {
 #[test]
 fn it_agrees_where_mappings_are_scarce() {
     for stop in [Stop::Move, Stop::Protect, Stop::Memfd] {
-        let seen = explore_on(operations() / 10, scripts(), |seed| {
+        let seen = explore_on(operations() / 10, scripts(SCRIPT), |seed| {
             let config = SimConfig {
                 seed,
                 stop,

@@ -4,45 +4,29 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
-use std::thread;
 
-use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{Call, Failure, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, Ksm, Outcome, PageIndex, RegionId, RegionOptions, SpaceId};
-use step_hooks::at;
+use ksm_core::{Config, Outcome, PageIndex, RegionId};
+use step_hooks::{Standing, at};
+use world::{GUARDED, World};
 
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 const PAGES: u64 = 4;
-
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
-}
-
-fn world() -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    let ksm = Arc::new(Ksm::new(sim.clone(), Config::default()).unwrap());
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
-}
 
 impl World {
     /// Memory of which the first page is equal to that of any other.
     fn memory(&self, number: u64) -> SimGuest {
-        let guest = self.sim.guest(PAGES);
-        guest.write(PageIndex(0), &pattern(1));
-        for page in 1..PAGES {
-            guest.write(PageIndex(page), &pattern(1000 * (1 + number) + page));
-        }
-        guest
+        self.guest_of(PAGES, |page| match page {
+            0 => 1,
+            page => 1000 * (1 + number) + page,
+        })
     }
 
     fn region(&self, number: u64) -> RegionId {
-        let region = self.ksm.register(self.space, self.memory(number), GUARDED);
-        region.unwrap()
+        self.register(&self.memory(number))
     }
 
     /// How often pages of it have been looked at.
@@ -59,29 +43,26 @@ impl World {
 /// A region has its number before it is made.
 #[test]
 fn a_region_that_was_begun_before_the_pass_is_looked_at() {
-    let world = world();
+    let world = World::new(Config::default());
     let parent = world.region(0);
     let (ksm, space) = (Arc::clone(&world.ksm), world.space);
     let (restored, place) = (world.memory(1), world.sim.guest(PAGES));
     for takes_over in [false, true] {
-        let (is_here, here) = mpsc::channel();
-        let (go, may_go) = mpsc::channel::<()>();
         let memory = if takes_over { &restored } else { &place };
         let (ksm, source) = (Arc::clone(&ksm), memory.clone());
-        let maker = thread::spawn(move || {
-            set_hook(at(Step::Nursed, 1, move || {
-                is_here.send(()).unwrap();
-                may_go.recv().unwrap();
-            }));
-            match takes_over {
+        let (is_made, made) = mpsc::channel();
+        let maker = Standing::at(Step::Nursed, 1, move || {
+            let made = match takes_over {
                 true => ksm.take_over(space, source, GUARDED),
                 false => ksm.fork_region(parent, space, source, GUARDED),
-            }
+            };
+            is_made.send(made.unwrap()).unwrap();
         });
-        here.recv().unwrap();
+        maker.is_there();
         assert_eq!(world.ksm.scan(1).unwrap().passes, 0, "it begins");
-        go.send(()).unwrap();
-        let made = maker.join().unwrap().unwrap();
+        maker.go();
+        maker.ends();
+        let made = made.recv().unwrap();
         // Pages that map frames are not looked at while nobody touches them.
         for page in 0..PAGES {
             memory.write(PageIndex(page), &pattern(9000 + page));
@@ -98,7 +79,7 @@ fn a_region_that_was_begun_before_the_pass_is_looked_at() {
 fn a_region_that_comes_back_is_looked_at() {
     // It leaves before the pass begins, or while it waits to be looked at.
     for leaves_before in [true, false] {
-        let world = world();
+        let world = World::new(Config::default());
         let [_, region, _] = [0, 1, 2].map(|number| world.region(number));
         (0..3).for_each(|_| world.end_pass());
         let before = world.looks(region);

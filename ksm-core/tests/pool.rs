@@ -3,49 +3,18 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, pattern};
-use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId, Target};
-use step_hooks::at;
+use ksm_core::fault::Step;
+use ksm_core::{Config, RegionId, Target};
+use step_hooks::Standing;
+use world::{GUARDED, World, range};
 
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 const PAGES: u64 = 256;
-const WHOLE: PageRange = PageRange {
-    start: PageIndex(0),
-    end: PageIndex(PAGES),
-};
-
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
-}
-
-/// Two guests whose pages are equal, merged at first sight and unmerged by many
-/// threads.
-fn world() -> (World, [RegionId; 2]) {
-    let sim = SimBackend::new(SimConfig::default());
-    let config = Config {
-        settle_passes: 0,
-        parallel_pages: 1,
-        ..Config::default()
-    };
-    let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    let regions = [(); 2].map(|()| {
-        let guest = sim.guest(PAGES);
-        for page in WHOLE.iter() {
-            guest.write(page, &pattern(1 + page.0));
-        }
-        ksm.register(space, guest, GUARDED).unwrap()
-    });
-    (World { sim, ksm, space }, regions)
-}
 
 impl World {
     fn waits_for(&self, region: RegionId, waiters: u64) {
@@ -59,20 +28,19 @@ impl World {
 /// them help.
 #[test]
 fn a_scanner_does_not_wait_for_a_pool_that_waits_for_it() {
-    let (world, [region, _]) = world();
+    let world = World::new(Config {
+        settle_passes: 0,
+        parallel_pages: 1,
+        ..Config::default()
+    });
+    let [region, _] = [(); 2].map(|()| world.register(&world.guest(PAGES, 1)));
     let threads = rayon::current_num_threads() as u64;
     // Somebody is at the region, so that the others line up: the scanner first.
-    let (is_here, here) = mpsc::channel();
-    let (go, may_go) = mpsc::channel::<()>();
     let (ksm, space, place) = (Arc::clone(&world.ksm), world.space, world.sim.guest(PAGES));
-    let busy = thread::spawn(move || {
-        set_hook(at(Step::Hashed, 1, move || {
-            is_here.send(()).unwrap();
-            may_go.recv().unwrap();
-        }));
+    let busy = Standing::at(Step::Hashed, 1, move || {
         ksm.fork_region(region, space, place, GUARDED).unwrap();
     });
-    here.recv().unwrap();
+    busy.is_there();
     let ksm = Arc::clone(&world.ksm);
     let scanner = thread::spawn(move || ksm.scan(u64::MAX).unwrap());
     world.waits_for(region, 1);
@@ -80,17 +48,17 @@ fn a_scanner_does_not_wait_for_a_pool_that_waits_for_it() {
     for _ in 0..threads {
         let (ksm, done) = (Arc::clone(&world.ksm), done.clone());
         rayon::spawn(move || {
-            let unmerged = ksm.unmerge(Target::Pages(region, WHOLE));
+            let unmerged = ksm.unmerge(Target::Pages(region, range(0, PAGES)));
             done.send(unmerged.map(|_| ())).unwrap();
         });
     }
     world.waits_for(region, 1 + threads);
-    go.send(()).unwrap();
+    busy.go();
     for _ in 0..threads {
         let done = all_done.recv_timeout(Duration::from_secs(60));
         done.expect("they wait for one another").unwrap();
     }
     assert_eq!(scanner.join().unwrap().passes, 1);
-    busy.join().unwrap();
+    busy.ends();
     world.ksm.check().unwrap();
 }

@@ -1,11 +1,14 @@
 //! From a frame to the pages that map it, on the simulated backend.
 #![allow(clippy::unwrap_used)]
 
+mod world;
+
 use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::{
     Config, Error, FrameId, FrameMove, Ksm, Outcome, PageIndex, PageRange, RegionId, RegionOptions,
     Sharer, SpaceId,
 };
+use world::{GUARDED, fill};
 
 struct World {
     ksm: Ksm<SimBackend>,
@@ -20,8 +23,7 @@ fn one(page: u64) -> PageRange {
 
 /// Guests of which each has the pages that `contents` gives, by page.
 fn world(config: Config, guests: usize, pages: u64, content: impl Fn(usize, u64) -> u64) -> World {
-    let guarded = RegionOptions { dma_guarded: true };
-    world_of(guarded, config, guests, pages, content)
+    world_of(GUARDED, config, guests, pages, content)
 }
 
 fn world_of(
@@ -42,9 +44,7 @@ fn world_of(
     };
     for number in 0..guests {
         let guest = sim.guest(pages);
-        for page in 0..pages {
-            guest.write(PageIndex(page), &pattern(content(number, page)));
-        }
+        fill(&guest, |page| content(number, page));
         let space = world.ksm.create_space(domain).unwrap();
         let region = world.ksm.register(space, guest.clone(), options).unwrap();
         world.spaces.push(space);
@@ -56,10 +56,7 @@ fn world_of(
 
 impl World {
     fn passes(&self, passes: u64) {
-        for _ in 0..passes {
-            self.ksm.scan(u64::MAX).unwrap();
-        }
-        self.ksm.check().unwrap();
+        world::passes(&self.ksm, passes);
     }
 
     fn frame(&self, guest: usize, page: u64) -> Option<FrameId> {

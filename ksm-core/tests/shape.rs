@@ -2,58 +2,21 @@
 //! backend.
 #![allow(clippy::unwrap_used)]
 
-use ksm_core::backend::sim::{SimBackend, SimConfig, SimGuest, SimPageState, pattern};
-use ksm_core::{
-    Config, Error, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId, Target,
-};
+mod world;
 
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+use ksm_core::backend::sim::{SimPageState, pattern};
+use ksm_core::{Config, Error, PageIndex, RegionId, Target};
+use world::{GUARDED, World, range};
 
-struct World {
-    sim: SimBackend,
-    ksm: Ksm<SimBackend>,
-    space: SpaceId,
-}
-
+/// Small windows, so that clones are made in several steps.
 fn world() -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    // Small windows, so that clones are made in several steps.
-    let config = Config {
+    World::new(Config {
         window_pages: 1,
         ..Config::default()
-    };
-    let ksm = Ksm::new(sim.clone(), config).unwrap();
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
-}
-
-fn range(start: u64, end: u64) -> PageRange {
-    let [start, end] = [start, end].map(PageIndex);
-    PageRange { start, end }
+    })
 }
 
 impl World {
-    /// A guest whose page `n` holds content `first + n`.
-    fn guest(&self, pages: u64, first: u64) -> SimGuest {
-        let guest = self.sim.guest(pages);
-        for page in 0..pages {
-            guest.write(PageIndex(page), &pattern(first + page));
-        }
-        guest
-    }
-
-    fn register(&self, guest: &SimGuest) -> RegionId {
-        let guest = guest.clone();
-        self.ksm.register(self.space, guest, GUARDED).unwrap()
-    }
-
-    fn passes(&self, passes: u64) {
-        for _ in 0..passes {
-            self.ksm.scan(u64::MAX).unwrap();
-        }
-        self.ksm.check().unwrap();
-    }
-
     fn sharers(&self, region: RegionId, page: u64) -> Vec<(RegionId, u64)> {
         let sharers = self.ksm.sharers(region, PageIndex(page)).unwrap();
         let place = |sharer: &ksm_core::Sharer| (sharer.region, sharer.page.0);

@@ -5,7 +5,9 @@
 #![allow(clippy::unwrap_used)]
 #![cfg(feature = "fault-injection")]
 
+mod pass_scenes;
 mod step_hooks;
+mod world;
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -13,20 +15,11 @@ use std::time::Duration;
 
 use ksm_core::backend::sim::{Call, SimBackend, SimConfig, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::page::{PageBuf, PageIndex, PageRange};
-use ksm_core::{Config, Ksm, Outcome, RegionId, RegionOptions};
+use ksm_core::page::{PageBuf, PageIndex};
+use ksm_core::{Config, Ksm, Outcome, RegionId};
+use pass_scenes::{PAGES, SCENES, Scene};
 use step_hooks::{at, panics_at, vanishes_at};
-
-const PAGES: u64 = 24;
-
-/// The pass in which it happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Scene {
-    Merging,
-    GivingBack,
-}
-
-const SCENES: [Scene; 2] = [Scene::Merging, Scene::GivingBack];
+use world::{GUARDED, is_sane, passes, range, reads};
 
 struct World {
     scene: Scene,
@@ -48,15 +41,12 @@ fn merged(scene: Scene, max_vmas: Option<u64>) -> World {
     let guests = [sim.guest(PAGES), sim.guest(PAGES)];
     let regions = guests.each_ref().map(|guest| {
         let space = ksm.create_space(domain).unwrap();
-        let options = RegionOptions { dma_guarded: true };
         for page in 0..PAGES / 2 {
             guest.write(PageIndex(page), &pattern(page + 1));
         }
-        ksm.register(space, guest.clone(), options).unwrap()
+        ksm.register(space, guest.clone(), GUARDED).unwrap()
     });
-    while ksm.stats().full_scans < 2 {
-        ksm.scan(1 << 20).unwrap();
-    }
+    passes(&ksm, 2);
     assert_eq!(ksm.stats().pages_shared, PAGES / 2);
     World {
         scene,
@@ -137,39 +127,17 @@ impl World {
     }
 
     fn check(&self, when: &str) {
-        assert_eq!(self.sim.violation(), None, "{when}");
-        assert!(self.sim.busy().is_idle(), "{when}: {:?}", self.sim.busy());
-        self.ksm
-            .check()
-            .unwrap_or_else(|error| panic!("{when}: {error}"));
+        is_sane(&self.ksm, when);
         for (number, guest) in self.guests.iter().enumerate() {
-            for page in PageRange::new(PageIndex(0), PAGES).iter() {
-                let is = guest.try_read(page);
-                let is = is.unwrap_or_else(|| panic!("{when}: guest {number} waits for {page}"));
-                let expected = self.expected(number, page.0);
-                assert_eq!(is, *expected, "{when}: guest {number} page {page}");
-            }
+            let expected = |page| self.expected(number, page);
+            reads(guest, expected, &format!("{when}: guest {number}"));
         }
     }
 
     /// After the accident the engine does what is left.
     fn finish(&self, when: &str) {
-        for _ in 0..6 {
-            self.ksm.scan(1 << 20).unwrap();
-        }
+        pass_scenes::finish(&self.ksm, self.scene, when);
         self.check(when);
-        let stats = self.ksm.stats();
-        let sharing = (
-            stats.pages_shared,
-            stats.pages_sharing,
-            stats.ksm_zero_pages,
-        );
-        let run = PAGES / 2 - 2;
-        let expected = match self.scene {
-            Scene::Merging => (PAGES - 5, PAGES - 5, 10),
-            Scene::GivingBack => (run, run, 0),
-        };
-        assert_eq!(sharing, expected, "{when}");
         for (number, guest) in self.guests.iter().enumerate() {
             guest.write(PageIndex(4), &self.expected(number, 4));
         }
@@ -196,7 +164,7 @@ fn times_taken(scene: Scene, step: Step) -> usize {
 }
 
 /// Every step that a pass takes, with how often.
-fn steps(scene: Scene) -> impl Iterator<Item = (Step, usize)> {
+fn steps(scene: Scene) -> impl Iterator<Item = (Scene, Step, usize)> {
     let never = match scene {
         Scene::Merging => Step::Unshared,
         Scene::GivingBack => Step::Compared,
@@ -204,43 +172,37 @@ fn steps(scene: Scene) -> impl Iterator<Item = (Step, usize)> {
     Step::PASS.into_iter().map(move |step| {
         let times = times_taken(scene, step);
         assert_eq!(times == 0, step == never, "{step:?} in {scene:?}");
-        (step, times)
+        (scene, step, times)
     })
+}
+
+/// Every step of both scenes, each time that it is taken.
+fn accidents(of: &str) -> impl Iterator<Item = (World, Step, usize, String)> {
+    let taken = SCENES.into_iter().flat_map(steps);
+    let all = step_hooks::accidents(of, taken, usize::MAX);
+    all.map(|(scene, step, nth, when)| (world(scene), step, nth, when))
 }
 
 #[test]
 fn a_panic_at_any_step_leaves_nothing_stopped() {
-    for scene in SCENES {
-        for (step, times) in steps(scene) {
-            for nth in 1..=times {
-                let world = world(scene);
-                let panicked = panics_at(step, nth, || world.scan());
-                let when = format!("{scene:?}: panic at {step:?} {nth}");
-                assert!(panicked, "{when}");
-                world.check(&when);
-                world.finish(&when);
-            }
-        }
+    for (world, step, nth, when) in accidents("panic") {
+        let panicked = panics_at(step, nth, || world.scan());
+        assert!(panicked, "{when}");
+        world.check(&when);
+        world.finish(&when);
     }
 }
 
 #[test]
 fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
-    for scene in SCENES {
-        for (step, times) in steps(scene) {
-            for nth in 1..=times {
-                let world = world(scene);
-                let ksm = Arc::clone(&world.ksm);
-                let dead = vanishes_at(step, nth, move || {
-                    ksm.scan(1 << 20).unwrap();
-                });
-                let leases = world.ksm.recover(dead);
-                assert!(leases >= 1);
-                let when = format!("{scene:?}: gone at {step:?} {nth}");
-                world.check(&when);
-                world.finish(&when);
-            }
-        }
+    for (world, step, nth, when) in accidents("gone") {
+        let ksm = Arc::clone(&world.ksm);
+        let dead = vanishes_at(step, nth, move || {
+            ksm.scan(1 << 20).unwrap();
+        });
+        assert!(world.ksm.recover(dead) >= 1, "{when}");
+        world.check(&when);
+        world.finish(&when);
     }
 }
 
@@ -248,13 +210,13 @@ fn a_thread_that_vanishes_at_any_step_can_be_recovered_from() {
 /// is there none of its pages is merged, and none is touched any more.
 #[test]
 fn a_guard_waits_for_what_is_under_way() {
-    let taken = steps(Scene::Merging).filter(|&(_, times)| times > 0);
+    let taken = steps(Scene::Merging).filter(|&(_, _, times)| times > 0);
     // Frames are made where the second page of a content is found: in the other one.
-    let here = taken.filter(|(step, _)| !matches!(step, Step::Allotted | Step::Filled));
-    for (step, _) in here {
+    let here = taken.filter(|(_, step, _)| !matches!(step, Step::Allotted | Step::Filled));
+    for (_, step, _) in here {
         let world = merging();
         let (ksm, region) = (Arc::clone(&world.ksm), world.regions[0]);
-        let all = PageRange::new(PageIndex(0), PAGES);
+        let all = range(0, PAGES);
         let (asked, guards) = mpsc::channel();
         set_hook(at(step, 1, move || {
             let ksm = Arc::clone(&ksm);

@@ -3,93 +3,39 @@
 #![allow(clippy::unwrap_used)]
 
 mod step_hooks;
+mod world;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use ksm_core::backend::sim::{Call, Failure, SimBackend, SimConfig, SimGuest, pattern};
+use ksm_core::backend::sim::{Call, Failure, SimGuest, pattern};
 use ksm_core::fault::{Step, set_hook};
-use ksm_core::{Config, Error, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId};
-use step_hooks::{at, times_taken};
+use ksm_core::{Config, Error, PageIndex, PageRange, RegionId};
+use step_hooks::{Standing, times_taken};
+use world::{GUARDED, World};
 
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
 const FIRST: PageIndex = PageIndex(0);
-
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
-}
 
 /// Pages are merged at first sight.
 fn world() -> World {
-    let sim = SimBackend::new(SimConfig::default());
-    let config = Config {
+    World::new(Config {
         settle_passes: 0,
         ..Config::default()
-    };
-    world_of(&sim, config)
-}
-
-fn world_of(sim: &SimBackend, config: Config) -> World {
-    let sim = sim.clone();
-    let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
-    let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-    World { sim, ksm, space }
+    })
 }
 
 impl World {
-    fn guest(&self, contents: &[u64]) -> (SimGuest, RegionId) {
-        let guest = self.sim.guest(contents.len() as u64);
-        for (page, &content) in (0..).map(PageIndex).zip(contents) {
-            guest.write(page, &pattern(content));
-        }
-        let region = self.ksm.register(self.space, guest.clone(), GUARDED);
-        (guest, region.unwrap())
-    }
-
-    fn passes(&self, passes: u64) {
-        for _ in 0..passes {
-            self.ksm.scan(u64::MAX).unwrap();
-        }
-        self.ksm.check().unwrap();
+    /// A guest that has pages of these contents.
+    fn holding(&self, contents: &[u64]) -> (SimGuest, RegionId) {
+        let content = |page| contents[usize::try_from(page).unwrap()];
+        let guest = self.guest_of(contents.len() as u64, content);
+        let region = self.register(&guest);
+        (guest, region)
     }
 
     fn sharers(&self, region: RegionId) -> u64 {
         self.ksm.explain(region, FIRST).unwrap().sharers
-    }
-}
-
-/// A thread that stands at a step until told to go on.
-struct Standing {
-    here: mpsc::Receiver<()>,
-    go: mpsc::Sender<()>,
-    thread: thread::JoinHandle<()>,
-}
-
-impl Standing {
-    /// At the `nth` time that `call` takes `step`.
-    fn at(step: Step, nth: usize, call: impl FnOnce() + Send + 'static) -> Self {
-        let (is_here, here) = mpsc::channel();
-        let (go, may_go) = mpsc::channel::<()>();
-        let thread = thread::spawn(move || {
-            set_hook(at(step, nth, move || {
-                is_here.send(()).unwrap();
-                let _ = may_go.recv();
-            }));
-            call();
-            set_hook(None);
-        });
-        Self { here, go, thread }
-    }
-
-    fn is_there(&self) {
-        self.here.recv().unwrap();
-    }
-
-    fn go(&self) {
-        self.go.send(()).unwrap();
     }
 }
 
@@ -100,12 +46,12 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     let world = world();
     // Of one content, and another one to keep the middle region busy with: its frame
     // moves to where a third one's was.
-    let (_, first) = world.guest(&[7]);
-    let (_, busy) = world.guest(&[7, 8, 8, 9, 9]);
+    let (_, first) = world.holding(&[7]);
+    let (_, busy) = world.holding(&[7, 8, 8, 9, 9]);
     world.passes(2);
     let eights = PageRange::new(PageIndex(1), 2);
     world.ksm.discard(busy, eights).unwrap();
-    let (_, last) = world.guest(&[7]);
+    let (_, last) = world.holding(&[7]);
     world.passes(2);
     assert_eq!(world.sharers(last), 3);
     let ksm = Arc::clone(&world.ksm);
@@ -129,7 +75,7 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     waits_for_busy(2);
     let shared = [first, last].map(|region| world.sharers(region));
     moving.go();
-    moving.thread.join().unwrap();
+    moving.ends();
     scanning.join().unwrap();
     let unshared = unsharing.join().unwrap();
     assert!(shared.contains(&0), "merged again meanwhile: {shared:?}");
@@ -144,7 +90,7 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
 fn a_frame_is_emptied_beside_a_scanner() {
     const GUESTS: usize = 60;
     let world = world();
-    let guests: Vec<_> = (0..GUESTS).map(|_| world.guest(&[7])).collect();
+    let guests: Vec<_> = (0..GUESTS).map(|_| world.holding(&[7])).collect();
     world.passes(2);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -175,10 +121,10 @@ fn a_frame_is_emptied_beside_a_scanner() {
 #[test]
 fn pages_that_cannot_be_copied_are_named() {
     let world = world();
-    let (_, region) = world.guest(&[7]);
-    let (_, other) = world.guest(&[7]);
+    let (_, region) = world.holding(&[7]);
+    let (_, other) = world.holding(&[7]);
     world.passes(2);
-    let sim = world.ksm.backend();
+    let sim = &world.sim;
     // The first page that is tried gets a copy, the second none.
     for nth in 2..100 {
         sim.fail_nth(Call::Populate, Failure::OutOfMemory, nth);
@@ -193,7 +139,7 @@ fn pages_that_cannot_be_copied_are_named() {
     let left = left[0];
     assert!([region, other].contains(&left));
     let frame = world.ksm.explain(left, FIRST).unwrap().frame;
-    let (_, new) = world.guest(&[7]);
+    let (_, new) = world.holding(&[7]);
     world.passes(2);
     assert_eq!(world.sharers(left), 1, "nobody came to it");
     assert_eq!(world.sharers(new), 2, "with the page that had got a copy");
@@ -209,20 +155,19 @@ fn pages_that_cannot_be_copied_are_named() {
 #[test]
 fn no_clone_is_left_with_a_frame_that_was_emptied() {
     const PAGES: u64 = 96;
-    let sim = SimBackend::new(SimConfig::default());
     // A clone is made eight pages at a time.
-    let config = Config {
+    let world = World::new(Config {
         settle_passes: 0,
         window_pages: 1,
         ..Config::default()
-    };
-    let world = world_of(&sim, config);
+    });
     let contents: Vec<_> = (1..=PAGES).collect();
-    let (_, parent) = world.guest(&contents);
-    let (_, twin) = world.guest(&[1]);
+    let (_, parent) = world.holding(&contents);
+    let (_, twin) = world.holding(&[1]);
     world.passes(3);
     let fork = || {
-        let (ksm, space, source) = (Arc::clone(&world.ksm), world.space, sim.guest(PAGES));
+        let (ksm, space) = (Arc::clone(&world.ksm), world.space);
+        let source = world.sim.guest(PAGES);
         move || ksm.fork_region(parent, space, source, GUARDED).unwrap()
     };
     // All its pages map frames now; and there are places for frames to move to.
@@ -283,7 +228,7 @@ fn no_clone_is_left_with_a_frame_that_was_emptied() {
         Err(error) => panic!("{error}"),
     }
     for standing in [forking, first, second] {
-        standing.thread.join().unwrap();
+        standing.ends();
     }
     for region in world.ksm.regions_of(world.space).unwrap() {
         let explained = world.ksm.explain(region, FIRST).unwrap();
@@ -297,8 +242,8 @@ fn no_clone_is_left_with_a_frame_that_was_emptied() {
 #[test]
 fn a_frame_is_emptied_where_the_maker_of_a_region_was_killed() {
     let world = world();
-    let (_, one) = world.guest(&[7]);
-    let (_, twin) = world.guest(&[7]);
+    let (_, one) = world.holding(&[7]);
+    let (_, twin) = world.holding(&[7]);
     world.passes(2);
     let frame = world.ksm.explain(one, FIRST).unwrap().frame;
     assert!(frame.is_some());

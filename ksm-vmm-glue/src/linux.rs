@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use ksm_core::backend::linux::{HostRegion, LinuxBackend};
 use ksm_core::{DomainId, Ksm, RegionOptions};
-use vm_memory::{GuestMemoryRegion, GuestRegionCollection};
+use vm_memory::GuestMemoryMmap;
+use vm_memory::bitmap::Bitmap;
 
 use crate::guest::{GuestError, GuestKsm};
 
@@ -42,14 +43,14 @@ impl GuestKsm<LinuxBackend> {
     /// # Errors
     /// [`GuestError::Engine`] when the engine refuses a region; none is
     /// registered then.
-    pub fn register<R>(
+    pub fn register<B>(
         ksm: &Arc<Ksm<LinuxBackend>>,
         domain: DomainId,
-        memory: &GuestRegionCollection<R>,
+        memory: &GuestMemoryMmap<B>,
         options: RegionOptions,
     ) -> Result<Self, GuestError>
     where
-        R: GuestMemoryRegion + Send + Sync + 'static,
+        B: Bitmap + Send + Sync + 'static,
     {
         Self::register_with(ksm, domain, memory, options, HostRegion::new)
     }
@@ -61,9 +62,9 @@ impl GuestKsm<LinuxBackend> {
     /// # Errors
     /// As [`GuestKsm::register`] and [`GuestKsm::unregister`], at the first
     /// region that fails. The call can be repeated.
-    pub fn sync<R>(&mut self, memory: &GuestRegionCollection<R>) -> Result<(), GuestError>
+    pub fn sync<B>(&mut self, memory: &GuestMemoryMmap<B>) -> Result<(), GuestError>
     where
-        R: GuestMemoryRegion + Send + Sync + 'static,
+        B: Bitmap + Send + Sync + 'static,
     {
         self.sync_with(memory, HostRegion::new)
     }
@@ -72,9 +73,9 @@ impl GuestKsm<LinuxBackend> {
     ///
     /// # Errors
     /// As [`GuestKsm::fork_with`].
-    pub fn fork<R>(&self, memory: &GuestRegionCollection<R>) -> Result<Self, GuestError>
+    pub fn fork<B>(&self, memory: &GuestMemoryMmap<B>) -> Result<Self, GuestError>
     where
-        R: GuestMemoryRegion + Send + Sync + 'static,
+        B: Bitmap + Send + Sync + 'static,
     {
         self.fork_with(memory, HostRegion::new)
     }
@@ -85,14 +86,14 @@ impl GuestKsm<LinuxBackend> {
     ///
     /// # Errors
     /// As [`GuestKsm::take_over_with`].
-    pub fn take_over<R>(
+    pub fn take_over<B>(
         ksm: &Arc<Ksm<LinuxBackend>>,
         domain: DomainId,
-        memory: &GuestRegionCollection<R>,
+        memory: &GuestMemoryMmap<B>,
         options: RegionOptions,
     ) -> Result<Self, GuestError>
     where
-        R: GuestMemoryRegion + Send + Sync + 'static,
+        B: Bitmap + Send + Sync + 'static,
     {
         Self::take_over_with(ksm, domain, memory, options, HostRegion::new)
     }

@@ -102,8 +102,9 @@ pub struct RegionOptions {
     /// then are copied pages merged again, and their mappings given back: on them
     /// no host call can tell whether a device still writes to the copy, so **what
     /// a device writes to such memory without a guard can be lost**. Off by
-    /// default: then DMA needs no guards, and a page that was merged and written to
-    /// since stays as it is.
+    /// default: then DMA to pages that the kernel pins needs no guards, and a page that
+    /// was merged and written to since stays as it is. DMA to pages that it only holds
+    /// a reference to (`vmsplice`, direct I/O on NFS) needs them in any case.
     pub dma_guarded: bool,
 }
 
@@ -357,6 +358,9 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
     /// of a guest that was just restored. What they held is given up. The range is
     /// of [`Backing::Frame`] afterwards.
     ///
+    /// Whoever does not know whether a call came to its end repeats it: pages that
+    /// map these frames already do so afterwards, and a second time costs no mapping.
+    ///
     /// # Errors
     /// [`BackendError::NoVmas`] and others: the pages are as they were.
     fn adopt(
@@ -381,6 +385,9 @@ pub trait Memory: Debug + Send + Sync + Sized + 'static {
 
     /// Drops the content of `range`: the guest reads zeros, whatever lay below.
     /// The range is of [`Backing::Own`] afterwards.
+    ///
+    /// Whoever does not know whether a call came to its end repeats it, with the
+    /// backing there was before; a second time costs no mapping.
     ///
     /// # Errors
     /// The pages are as they were.

@@ -66,21 +66,26 @@ impl<B: Backend> Ksm<B> {
         let mut pledge = Pledge::new(&self.vmas);
         let mut chunks = parent.range().chunks(self.clone_pages()).peekable();
         let id = loop {
-            let _layout = self.layout_turn()?;
+            let layout = self.layout_turn()?;
             let guard = parent.lock()?;
             if let Some(chunk) = chunks.next() {
                 self.take_chunk(&guard, &clone, chunk, &mut pledge)?;
             }
-            if chunks.peek().is_none() {
-                // Under the lease: before the parent can leave with its anon_vma.
-                let region = self.layout.add_region(space, |_| {
-                    let region = clone.ready();
-                    region.anon_vma.add(region.linear_range(), region.id);
-                    Ok(region)
-                })?;
+            if chunks.peek().is_some() {
+                continue;
+            }
+            // Under the lease: before the parent can leave with its anon_vma.
+            let entered = self.layout.try_add_region(space, |_| {
+                let region = clone.ready();
+                region.anon_vma.add(region.linear_range(), region.id);
+                Ok(region)
+            })?;
+            if let Some(region) = entered {
                 fault::point(Step::Known);
                 break region.id;
             }
+            drop((guard, layout));
+            self.layout.wait_until_open()?;
         };
         self.empty_sealed(&parent.domain);
         trace::cloned(parent.id, id, space);
@@ -160,7 +165,7 @@ impl<B: Backend> Ksm<B> {
             self.take_chunk(&guard, new, chunk, &mut pledge)?;
         }
         self.retired.replace(&self.layout, old, || new.ready());
-        claimed.keep();
+        claimed.for_good();
         let departure = Departure::new(self, old, guard);
         fault::point(Step::Replaced);
         departure.finish();

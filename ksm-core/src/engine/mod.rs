@@ -33,7 +33,7 @@ use crate::fingerprint::Keys;
 use crate::layout::Layout;
 use crate::nursery::Nursery;
 use crate::page::PageRange;
-use crate::region::{DomainId, Lease, Place, Region, RegionId, SpaceId};
+use crate::region::{DomainId, Lease, NoLease, Place, Region, RegionId, SpaceId};
 use crate::trace;
 use crate::unshare;
 use pass::Pass;
@@ -136,7 +136,8 @@ impl<B: Backend> Ksm<B> {
     /// the next pass.
     ///
     /// # Errors
-    /// [`Error::Register`] when this memory can never be merged safely.
+    /// [`Error::Register`] when this memory can never be merged safely;
+    /// [`Error::Quiesced`].
     pub fn register(
         &self,
         space: SpaceId,
@@ -205,7 +206,7 @@ impl<B: Backend> Ksm<B> {
         }
         // The lease waits for a pass that is looking at the region.
         let guard = region.lock()?;
-        claimed.keep();
+        claimed.for_good();
         leave.for_good(guard).finish();
         Ok(())
     }
@@ -216,13 +217,13 @@ impl<B: Backend> Ksm<B> {
     /// As [`Ksm::unregister`].
     pub fn remove_space(&self, space: SpaceId) -> Result<(), Error> {
         self.empty_space(space, |region| self.unregister(region.id))?;
-        self.retired.forget_space(space);
         trace::space_forgotten(space);
         Ok(())
     }
 
     /// Forgets a guest that is no more, content and all: its memory reads zero, and
-    /// maps no frame. Quick, as nothing is copied.
+    /// maps no frame. Quick, as nothing is copied. A region that another thread is
+    /// unregistering is waited for, and keeps its bytes if it goes.
     ///
     /// # Errors
     /// As [`Ksm::discard`] and [`Ksm::unregister`]: what is left of the guest stays
@@ -232,13 +233,12 @@ impl<B: Backend> Ksm<B> {
             unshare::discard(region, region.range())?;
             self.unregister(region.id)
         })?;
-        self.retired.forget_space(space);
         trace::space_forgotten(space);
         Ok(())
     }
 
-    /// Lets `end` take every region out of a space, those that come meanwhile or
-    /// take the place of others among them, and forgets it.
+    /// Lets `end` take every region out of a space, those that come meanwhile, take
+    /// the place of others or are put back among them, and forgets it.
     fn empty_space(
         &self,
         space: SpaceId,
@@ -252,10 +252,25 @@ impl<B: Backend> Ksm<B> {
                     done => done?,
                 }
             }
-            if self.layout.remove_space(space) {
+            if self.retired.remove_space(&self.layout, space) {
                 return Ok(());
             }
+            self.wait_for_leaving(space)?;
         }
+    }
+
+    /// Waits for what is under way in regions of a space that others take away.
+    fn wait_for_leaving(&self, space: SpaceId) -> Result<(), Error> {
+        for region in self.retired.going() {
+            if region.space != space {
+                continue;
+            }
+            if let Err(NoLease::HeldByThisThread) = region.lock() {
+                return Err(Error::Quiesced);
+            }
+        }
+        std::thread::yield_now();
+        Ok(())
     }
 
     /// Forgets a trust domain and its store.
@@ -287,22 +302,28 @@ impl<B: Backend> Ksm<B> {
             let region = self.region_with(region, range)?;
             return unshare::unmerge(&region, range, threads);
         }
+        let wanted = |region: &Arc<Region<B>>| match target {
+            Target::Space(space) => region.space == space,
+            _ => true,
+        };
         let mut unshared = 0;
         loop {
-            let regions = match target {
-                Target::Space(space) => self.layout.regions_of(space)?,
-                _ => self.layout.regions().iter().cloned().collect(),
-            };
-            let mut again = false;
+            if let Target::Space(space) = target {
+                self.layout.domain_of(space)?;
+            }
+            // Those as well that others are taking away: they share until they are gone.
+            let (mut regions, edition) = self.retired.all(&self.layout);
+            regions.retain(wanted);
+            let mut gone = false;
             for region in regions {
                 match unshare::unmerge(&region, region.range(), threads) {
                     Ok(pages) => unshared += pages,
                     // It was split or moved: what took its place is next.
-                    Err(Error::NoRegion(_)) => again = true,
+                    Err(Error::NoRegion(_)) => gone = true,
                     Err(error) => return Err(error),
                 }
             }
-            if !again {
+            if !gone || self.layout.is_last(edition) {
                 return Ok(unshared);
             }
         }

@@ -275,7 +275,7 @@ impl<B: Backend> Ksm<B> {
     /// How many mappings merging has cost. Those of a region that is going are there
     /// until it has gone.
     pub(super) fn mappings(&self) -> u64 {
-        let regions = self.retired.all(&self.layout);
+        let regions = self.retired.with_records(&self.layout);
         regions.iter().map(|region| region.pages().seams()).sum()
     }
 

@@ -25,16 +25,43 @@ impl<B: Backend> Drop for Quiesced<'_, B> {
         for region in &self.regions {
             drop(region.evict(self.holder));
         }
+        self.ksm.layout.open_after(self.holder);
         drop(self.ksm.layout_lock.evict(self.holder));
         drop(self.ksm.scanner.evict(self.holder));
         trace::resumed();
     }
 }
 
+impl<B: Backend> Quiesced<'_, B> {
+    /// Waits for what is under way in a region, and holds it, unless it is held.
+    fn hold(&mut self, region: Arc<Region<B>>) -> Result<(), NoLease> {
+        if self.regions.iter().any(|held| Arc::ptr_eq(held, &region)) {
+            return Ok(());
+        }
+        match region.lock() {
+            Ok(guard) => {
+                guard.memory().rest();
+                std::mem::forget(guard);
+            }
+            // Nothing of it is under way, and nothing will be.
+            Err(NoLease::Gone(_)) => return Ok(()),
+            Err(held) => return Err(held),
+        }
+        self.regions.push(region);
+        Ok(())
+    }
+}
+
 impl<B: Backend> Ksm<B> {
-    /// Waits until nothing is stopped or out, and holds the engine still: no
-    /// pass goes on and no page is changed by it until the guard is dropped. For
-    /// snapshots, migration, fork, and handing descriptors to others.
+    /// Waits until nothing is stopped or out, and holds the engine still: until the
+    /// guard is dropped no pass goes on, no page of a registered region is changed by
+    /// it, and no region is registered. For snapshots, migration, fork, and handing
+    /// descriptors to others.
+    ///
+    /// Calls of other threads that would do any of this wait; those of this thread
+    /// return [`Error::Quiesced`]. Not held is memory that is on its way to be
+    /// registered: attaching it goes on, and so does [`Ksm::take_over`] with what it
+    /// was given before, up to where it would be registered.
     ///
     /// # Errors
     /// [`Error::Quiesced`] when this thread holds it still already.
@@ -50,34 +77,16 @@ impl<B: Backend> Ksm<B> {
         if let Some(layout) = self.layout_turn()? {
             std::mem::forget(layout);
         }
+        // Before any region: there must be an end to those that are waited for.
+        self.layout.close();
         loop {
-            let mut again = false;
-            let edition = self.layout.regions();
             // Regions that are being taken away have pages stopped, too.
-            let going = self.retired.going();
-            for region in edition.iter().chain(&going) {
-                if quiesced
-                    .regions
-                    .iter()
-                    .any(|held| Arc::ptr_eq(held, region))
-                {
-                    continue;
-                }
-                match region.lock() {
-                    Ok(guard) => {
-                        guard.memory().rest();
-                        std::mem::forget(guard);
-                    }
-                    // What took its place meanwhile is not held yet.
-                    Err(NoLease::Gone(_)) => {
-                        again = true;
-                        continue;
-                    }
-                    Err(held) => return Err(held.into()),
-                }
-                quiesced.regions.push(Arc::clone(region));
+            let (regions, edition) = self.retired.all(&self.layout);
+            for region in regions {
+                quiesced.hold(region)?;
             }
-            if !again {
+            // What took the place of others meanwhile, or came back, is not held yet.
+            if self.layout.is_last(edition) {
                 break;
             }
         }
@@ -92,7 +101,9 @@ impl<B: Backend> Ksm<B> {
     /// The thread must never run again.
     pub fn recover(&self, dead: ThreadId) -> u64 {
         let mut leases = self.depart_after(dead) + self.nursery.end_after(dead);
-        for region in self.layout.regions().iter() {
+        // Those too that others are taking away: they wait for what is under way there.
+        let (regions, _) = self.retired.all(&self.layout);
+        for region in regions {
             if let Some(guard) = region.evict(dead) {
                 guard.land();
                 leases += 1;
@@ -103,6 +114,7 @@ impl<B: Backend> Ksm<B> {
             domain.sweep_after(dead);
         }
         self.vmas.pledges.drop_after(dead);
+        leases += u64::from(self.layout.open_after(dead));
         leases += u64::from(self.layout_lock.evict(dead).is_some());
         if let Some(scanner) = self.scanner.evict(dead) {
             *scanner.journal() = Pass::default();
@@ -112,3 +124,7 @@ impl<B: Backend> Ksm<B> {
         leases
     }
 }
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests;

@@ -41,7 +41,7 @@ impl<B: Backend> Ksm<B> {
             whole.part(ids[1], rest, page),
         ];
         self.retired.part(&whole, parts.map(Arc::new), page);
-        claimed.keep();
+        claimed.for_good();
         let departure = Departure::new(self, &whole, guard);
         fault::point(Step::Parted);
         self.retired.replace_by_parts(&self.layout, &whole);

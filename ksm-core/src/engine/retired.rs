@@ -183,9 +183,9 @@ impl<B: Backend> Retired<B> {
         going.map(|going| Arc::clone(&going.region)).collect()
     }
 
-    /// The regions that stand, and those that do not but have records: each record is
-    /// in one of them.
-    pub(super) fn all(&self, layout: &Layout<B>) -> Vec<Arc<Region<B>>> {
+    /// The regions that stand, and those that do not but have records, parts that do
+    /// not stand yet among them: each record is in one of them.
+    pub(super) fn with_records(&self, layout: &Layout<B>) -> Vec<Arc<Region<B>>> {
         let inner = self.0.lock();
         let of_each = inner.going.iter().map(|going| match &going.stage {
             // The records go over to them while it stands.
@@ -194,6 +194,18 @@ impl<B: Backend> Retired<B> {
         });
         let standing = layout.regions();
         standing.iter().chain(of_each.flatten()).cloned().collect()
+    }
+
+    /// The regions that stand and those that are going, as they are at one moment
+    /// (in between one may be put back, or taken away), and the number of that edition
+    /// of the layout.
+    pub(super) fn all(&self, layout: &Layout<B>) -> (Vec<Arc<Region<B>>>, u64) {
+        let inner = self.0.lock();
+        let standing = layout.regions();
+        let going = inner.going.iter().map(|going| &going.region);
+        let going = going.filter(|region| standing.get(region.id).is_none());
+        let all = standing.iter().chain(going).cloned().collect();
+        (all, standing.sequence)
     }
 
     /// The regions that a thread was taking away which is gone for good.
@@ -251,8 +263,16 @@ impl<B: Backend> Retired<B> {
         self.0.lock().domains.remove(&domain);
     }
 
-    pub(super) fn forget_space(&self, space: SpaceId) {
-        self.0.lock().spaces.remove(&space);
+    /// Forgets an address space and what was counted of it, unless a region is in it
+    /// or leaving it. Returns whether it did.
+    pub(super) fn remove_space(&self, layout: &Layout<B>, space: SpaceId) -> bool {
+        let mut inner = self.0.lock();
+        let mut going = inner.going.iter();
+        let removed = going.all(|going| going.region.space != space) && layout.remove_space(space);
+        if removed {
+            inner.spaces.remove(&space);
+        }
+        removed
     }
 }
 

@@ -47,18 +47,20 @@ impl<B: Backend> Ksm<B> {
     /// [clone](Ksm::fork_region) costs next to nothing.
     ///
     /// # Errors
-    /// [`Error::NoSpace`], [`Error::Register`]; [`Error::Backend`] when the host has
-    /// no memory or no mapping left; [`Error::VmaBudget`] when it takes more mappings
-    /// than [`Config::max_vmas`](crate::Config::max_vmas) leaves, which shows as it is
-    /// done. Every page holds its bytes then, whatever it is mapped to, and the memory
-    /// is registered with nobody. Copied to anonymous memory, it can be
-    /// [registered](Ksm::register) all the same.
+    /// [`Error::NoSpace`], [`Error::Register`], [`Error::Quiesced`]; [`Error::Backend`]
+    /// when the host has no memory or no mapping left; [`Error::VmaBudget`] when it
+    /// takes more mappings than [`Config::max_vmas`](crate::Config::max_vmas) leaves,
+    /// which shows as it is done. Every page holds its bytes then, whatever it is mapped
+    /// to, and the memory is registered with nobody. Copied to anonymous memory, it can
+    /// be [registered](Ksm::register) all the same.
     pub fn take_over(
         &self,
         space: SpaceId,
         source: B::Source,
         options: RegionOptions,
     ) -> Result<RegionId, Error> {
+        // Not only at the end: it would all be undone by copies.
+        self.layout.wait_until_open()?;
         let domain = self.layout.domain_of(space)?;
         let memory = self.backend.attach_unused(source, options)?;
         let pages = memory.len();

@@ -1,5 +1,6 @@
 //! What is registered: domains, address spaces, regions.
 
+mod entry;
 mod snapshot;
 
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ use crate::backend::Backend;
 use crate::domain::Domain;
 use crate::error::Error;
 use crate::region::{DomainId, Region, RegionId, SpaceId};
-use crate::sync::Mutex;
+use crate::sync::{Condvar, Mutex, ThreadId};
 use snapshot::{Edition, Snapshot};
 
 /// Everything that is registered with an engine. None of its locks is held
@@ -17,6 +18,8 @@ use snapshot::{Edition, Snapshot};
 #[derive(Debug)]
 pub(crate) struct Layout<B: Backend> {
     registry: Mutex<Registry<B>>,
+    /// Regions may come again.
+    opened: Condvar,
     regions: Snapshot<Regions<B>>,
 }
 
@@ -25,6 +28,8 @@ struct Registry<B: Backend> {
     next: u64,
     domains: BTreeMap<DomainId, Arc<Domain<B>>>,
     spaces: BTreeMap<SpaceId, Arc<Domain<B>>>,
+    /// Who keeps regions from coming.
+    closed_by: Option<ThreadId>,
 }
 
 /// The regions at one moment.
@@ -42,9 +47,11 @@ impl<B: Backend> Default for Layout<B> {
             next: 0,
             domains: BTreeMap::new(),
             spaces: BTreeMap::new(),
+            closed_by: None,
         };
         Self {
             registry: Mutex::new(registry),
+            opened: Condvar::new(),
             regions: Snapshot::default(),
         }
     }
@@ -73,6 +80,11 @@ impl<B: Backend> Registry<B> {
         let number = self.next;
         self.next += 1;
         number
+    }
+
+    fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {
+        let domain = self.domains.get(&id).cloned();
+        domain.ok_or(Error::NoDomain(id))
     }
 }
 
@@ -113,33 +125,12 @@ impl<B: Backend> Layout<B> {
     }
 
     pub(crate) fn add_space(&self, domain: DomainId) -> Result<SpaceId, Error> {
-        let domain = self.domain(domain)?;
+        // One hold: a domain that is in use cannot be removed.
         let mut registry = self.registry.lock();
+        let domain = registry.domain(domain)?;
         let id = SpaceId(registry.number());
         registry.spaces.insert(id, domain);
         Ok(id)
-    }
-
-    /// Enters a region that `make` makes of its number, if its space is there still.
-    pub(crate) fn add_region(
-        &self,
-        space: SpaceId,
-        make: impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>,
-    ) -> Result<Arc<Region<B>>, Error> {
-        let registry = self.registry.lock();
-        if !registry.spaces.contains_key(&space) {
-            return Err(Error::NoSpace(space));
-        }
-        self.regions.edit(|regions| {
-            let made = make(RegionId(regions.next));
-            let regions = made.as_ref().ok().map(|region| {
-                let mut regions = regions.clone();
-                regions.next = regions.next.max(region.id.0 + 1);
-                regions.enter(Arc::clone(region));
-                regions
-            });
-            (regions, made)
-        })
     }
 
     /// A number for a region that is being made.
@@ -153,12 +144,7 @@ impl<B: Backend> Layout<B> {
     }
 
     pub(crate) fn domain(&self, id: DomainId) -> Result<Arc<Domain<B>>, Error> {
-        let registry = self.registry.lock();
-        registry
-            .domains
-            .get(&id)
-            .cloned()
-            .ok_or(Error::NoDomain(id))
+        self.registry.lock().domain(id)
     }
 
     pub(crate) fn domain_of(&self, id: SpaceId) -> Result<Arc<Domain<B>>, Error> {
@@ -268,3 +254,7 @@ impl<B: Backend> Layout<B> {
             .ok_or(Error::NoDomain(id))
     }
 }
+
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests;

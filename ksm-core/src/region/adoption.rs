@@ -17,7 +17,15 @@ pub(crate) struct Adoption {
     first: FrameId,
     /// Reserved in the rmap, one for each page.
     items: Vec<ItemId>,
-    is_mapped: bool,
+    progress: Progress,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Reserved,
+    /// Being mapped: whether they are, nobody knows but the host.
+    Begun,
+    Mapped,
 }
 
 impl Adoption {
@@ -28,7 +36,7 @@ impl Adoption {
             start,
             first,
             items,
-            is_mapped: false,
+            progress: Progress::Reserved,
         }
     }
 
@@ -100,11 +108,12 @@ impl<B: Backend> RegionGuard<'_, B> {
         let Some((range, first)) = run.filter(|(range, _)| !range.is_empty()) else {
             return Ok(());
         };
+        self.progressed(Progress::Begun);
+        fault::point(Step::Adopting);
         let store = &self.region.domain.store;
-        self.memory().adopt(range, store, first)?;
-        if let Some(adoption) = &mut self.lease.journal().adoption {
-            adoption.is_mapped = true;
-        }
+        let adopted = self.memory().adopt(range, store, first);
+        adopted.inspect_err(|_| self.progressed(Progress::Reserved))?;
+        self.progressed(Progress::Mapped);
         fault::point(Step::Adopted);
         let done = self.lease.journal().adoption.take();
         if let Some(adoption) = done {
@@ -113,14 +122,31 @@ impl<B: Backend> RegionGuard<'_, B> {
         Ok(())
     }
 
+    fn progressed(&self, progress: Progress) {
+        if let Some(adoption) = &mut self.lease.journal().adoption {
+            adoption.progress = progress;
+        }
+    }
+
     /// The records follow what was adopted, and what was reserved in vain is given
-    /// back.
+    /// back. What may be mapped or not is mapped again.
     pub(super) fn end_adoption(&self) {
+        let begun = {
+            let flight = self.lease.journal();
+            let begun = |adoption: &&Adoption| adoption.progress == Progress::Begun;
+            let begun = flight.adoption.as_ref().filter(begun);
+            begun.map(|adoption| (adoption.range(), adoption.first))
+        };
+        if let Some((range, first)) = begun {
+            // If this fails, so did the first time: it takes nothing more.
+            let again = self.memory().adopt(range, &self.region.domain.store, first);
+            self.progressed(again.map_or(Progress::Reserved, |()| Progress::Mapped));
+        }
         let Some(adoption) = self.lease.journal().adoption.take() else {
             return;
         };
         for (page, frame, item) in adoption.pages() {
-            if !adoption.is_mapped {
+            if adoption.progress != Progress::Mapped {
                 self.region.domain.release(frame, item);
                 continue;
             }

@@ -36,8 +36,8 @@ impl<B: Backend> Claimed<'_, B> {
         closed
     }
 
-    /// It does not stay, whatever happens.
-    pub(crate) fn keep(self) {
+    /// It does not stay, whatever happens: nobody else gets it any more.
+    pub(crate) fn for_good(self) {
         std::mem::forget(self);
     }
 }

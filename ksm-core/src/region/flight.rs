@@ -3,6 +3,7 @@
 //! the one who takes the lease over when it vanished.
 
 use crate::backend::{Backend, Backing, Memory, Settled};
+use crate::error::BackendError;
 use crate::fault::{self, Step};
 use crate::outcome::Outcome;
 use crate::page::{FrameId, PageIndex, PageRange};
@@ -18,6 +19,8 @@ pub(crate) struct Flight {
     /// Reserved in the rmap for pages whose records do not say so yet, in the
     /// order of the pages.
     pending: Vec<Pending>,
+    /// What is being dropped, and what lay below.
+    discard: Option<(PageRange, Backing)>,
     pub(super) adoption: Option<Adoption>,
 }
 
@@ -75,6 +78,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             stop: Some((range, backing)),
             change: None,
             pending,
+            discard: None,
             adoption: None,
         };
         Landing(self)
@@ -104,11 +108,31 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         done
     }
 
+    /// Drops the content of `range`, so that the records follow it even if this
+    /// thread panics or vanishes in between: who has begun to discard memory does not
+    /// use it until that has ended.
+    ///
+    /// # Errors
+    /// The pages are as they were.
+    pub(crate) fn discard(&self, range: PageRange, backing: Backing) -> Result<(), BackendError> {
+        let _landing = self.landing();
+        self.lease.journal().discard = Some((range, backing));
+        fault::point(Step::Discarding);
+        let dropped = self.memory().discard(range, backing);
+        fault::point(Step::Discarded);
+        if dropped.is_ok() {
+            self.record_absent(range);
+        }
+        self.lease.journal().discard = None;
+        dropped
+    }
+
     /// Ends whatever is under way: completes or forgets a change, lifts the
     /// stop, and gives back what was reserved in vain. Does nothing when nothing
     /// is under way.
     pub(crate) fn land(&self) {
         self.end_adoption();
+        self.end_discard();
         let (stop, change) = {
             let mut flight = self.lease.journal();
             (flight.stop, flight.change.take())
@@ -130,6 +154,24 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         for pending in flight.pending {
             self.region().domain.release(pending.frame, pending.item);
         }
+    }
+
+    /// Whether it came about, only the host knows: so once more.
+    fn end_discard(&self) {
+        let begun = self.lease.journal().discard;
+        let Some((range, backing)) = begun else {
+            return;
+        };
+        // If this fails, so did the first time: it takes nothing more.
+        if self.memory().discard(range, backing).is_ok() {
+            self.record_absent(range);
+        }
+        self.lease.journal().discard = None;
+    }
+
+    fn record_absent(&self, range: PageRange) {
+        self.note_own(range);
+        self.region().forget(range);
     }
 
     /// The records follow a change that has been made.

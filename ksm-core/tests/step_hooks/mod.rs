@@ -2,8 +2,9 @@
 #![allow(dead_code)] // No test file uses all of it.
 #![allow(clippy::unwrap_used)]
 
+use std::fmt::Debug;
 use std::sync::mpsc;
-use std::thread::{self, ThreadId};
+use std::thread::{self, JoinHandle, ThreadId};
 
 use ksm_core::fault::{Hook, Step, set_hook};
 
@@ -33,6 +34,24 @@ pub(crate) fn times_taken(step: Step, scan: impl FnOnce()) -> usize {
     counted.iter().count()
 }
 
+/// Every accident that can happen, where `taken` says how often each step is taken in
+/// a scene: at the first times, `first` of them, and at the last; and what it is
+/// called, if it is one `of` that kind.
+pub(crate) fn accidents<S: Copy + Debug>(
+    of: &str,
+    taken: impl IntoIterator<Item = (S, Step, usize)>,
+    first: usize,
+) -> impl Iterator<Item = (S, Step, usize, String)> {
+    let all = taken.into_iter().flat_map(move |(scene, step, times)| {
+        let nths = (1..=times).filter(move |&nth| nth <= first || nth == times);
+        nths.map(move |nth| (scene, step, nth))
+    });
+    all.map(move |(scene, step, nth)| {
+        let when = format!("{scene:?}: {of} at {step:?} {nth}");
+        (scene, step, nth, when)
+    })
+}
+
 /// Lets `scan` panic at the `nth` time that it takes `step`. Returns whether it
 /// did.
 pub(crate) fn panics_at(step: Step, nth: usize, scan: impl FnOnce()) -> bool {
@@ -60,4 +79,42 @@ pub(crate) fn vanishes_at(
         scan();
     });
     when_gone.recv().unwrap()
+}
+
+/// A thread that stands at a step until told to go on.
+pub(crate) struct Standing {
+    here: mpsc::Receiver<()>,
+    go: mpsc::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Standing {
+    /// At the `nth` time that `call` takes `step`.
+    pub(crate) fn at(step: Step, nth: usize, call: impl FnOnce() + Send + 'static) -> Self {
+        let (is_here, here) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            set_hook(at(step, nth, move || {
+                is_here.send(()).unwrap();
+                let _ = may_go.recv();
+            }));
+            call();
+            set_hook(None);
+        });
+        Self { here, go, thread }
+    }
+
+    /// Waits until it stands there.
+    pub(crate) fn is_there(&self) {
+        self.here.recv().unwrap();
+    }
+
+    pub(crate) fn go(&self) {
+        self.go.send(()).unwrap();
+    }
+
+    /// Waits for the end of the call.
+    pub(crate) fn ends(self) {
+        self.thread.join().unwrap();
+    }
 }

@@ -126,8 +126,9 @@ impl LinuxMemory {
         }
         self.put_back(self.journal.run());
         self.settle_accounts();
-        // Lifts write-protection and wakes as well. It fails only if somebody
-        // has unmapped a part: there is nothing left to do for that.
+        // Lifts write-protection and wakes as well. It fails if somebody has unmapped a
+        // part: there is nothing left to do for that. Or if a part is still a file's
+        // that cannot be registered: then nothing else is (see `map_frames_at`).
         let _ = self.host.uffd.unregister(self.span);
         for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
             let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);

@@ -2,19 +2,21 @@
 //! is missing and how to get it.
 
 use std::io;
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 
 use linux_raw_sys::general as raw;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
 use rustix::ioctl::opcode;
-use rustix::mm::{UserfaultfdFlags, userfaultfd};
+use rustix::mm::{Advice, UserfaultfdFlags, userfaultfd};
 use thiserror::Error;
 
 use super::claim::Claims;
-use super::mapping::{Attributes, Scratch};
+use super::mapping::{self, Attributes, Scratch};
 use super::pagemap::Pagemap;
 use super::smaps::Smaps;
+use super::span::Span;
 use super::staging::Stagings;
 use super::trial::stops_the_kernel;
 use super::uffd::Userfaultfd;
@@ -27,8 +29,9 @@ pub enum StopMethod {
     /// [`dma_guarded`](crate::RegionOptions::dma_guarded).
     #[default]
     Auto,
-    /// `UFFDIO_MOVE` (Linux 6.8): finds pages that a device uses, splits huge
-    /// pages. Readers of a stopped page wait.
+    /// `UFFDIO_MOVE` (Linux 6.8): finds pages that the kernel has pinned for a device
+    /// (`FOLL_PIN`; those it only holds a reference to, `FOLL_GET`, nobody finds), splits
+    /// huge pages. Readers of a stopped page wait.
     Move,
     /// Write-protection by userfaultfd: readers go on. **What a device writes
     /// to a page while it is being merged is lost, unnoticed**, so this is for
@@ -93,6 +96,11 @@ pub enum OpenError {
     /// The list of mappings cannot be opened.
     #[error("/proc/self/smaps cannot be opened: mount /proc, or hand in a descriptor")]
     NoSmaps(#[source] io::Error),
+    /// The page map or the list of mappings is not of this address space.
+    #[error(
+        "/proc/self/pagemap and /proc/self/smaps were opened by another process, or before an exec: open them in the process that merges"
+    )]
+    OtherAddressSpace,
     /// [`StopMethod::Move`] was asked for.
     #[error("userfaultfd has no UFFDIO_MOVE: Linux 6.8 or later is needed")]
     NoMove,
@@ -175,10 +183,12 @@ impl Host {
             .map_err(|errno| OpenError::Trial(errno.into()))?;
         let pagemap =
             Pagemap::new(fds.pagemap).map_err(|errno| OpenError::NoPagemapScan(errno.into()))?;
+        let smaps = Smaps::new(fds.smaps);
+        check_address_space(canary.span(), &pagemap, &smaps)?;
         Ok(Self {
             uffd,
             pagemap,
-            smaps: Smaps::new(fds.smaps),
+            smaps,
             canary,
             max_map_count: fds.max_map_count,
             asked,
@@ -198,6 +208,27 @@ impl Host {
             can_move,
             stop_method,
         }
+    }
+}
+
+/// What was opened before a fork or an exec tells of other memory: that nothing is out,
+/// say. A page that was mapped since is known to none but the right ones.
+fn check_address_space(page: Span, pagemap: &Pagemap, smaps: &Smaps) -> Result<(), OpenError> {
+    mapping::advise(page, Advice::LinuxPopulateWrite)
+        .map_err(|errno| OpenError::Trial(errno.into()))?;
+    let mut is_mapped = false;
+    let read = smaps.each(|map| {
+        is_mapped = (map.start..map.end).contains(&page.address());
+        match is_mapped {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    });
+    read.map_err(|errno| OpenError::NoSmaps(errno.into()))?;
+    match pagemap.exclusive(page) {
+        Ok(true) if is_mapped => Ok(()),
+        Err(errno) => Err(OpenError::NoPagemap(errno.into())),
+        Ok(_) => Err(OpenError::OtherAddressSpace),
     }
 }
 

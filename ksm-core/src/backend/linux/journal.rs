@@ -42,6 +42,9 @@ impl Bits {
 pub(super) struct Journal {
     /// First page and length of the run that was stopped last.
     run: AtomicU64,
+    /// Whether its pages are moved out, to the run of the staging area: then what
+    /// stands there may be theirs.
+    out: AtomicBool,
     /// Whether some of it may be stopped still.
     open: AtomicBool,
     /// Pages whose mapping was replaced.
@@ -55,13 +58,17 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Begins a run. Nothing of the last one is stopped any more.
-    pub(super) fn begin(&self, run: PageRange) {
+    /// Begins a run, whose pages are moved `out` or stopped in place. Nothing of the
+    /// last one is stopped any more.
+    pub(super) fn begin(&self, run: PageRange, out: bool) {
         debug_assert!(run.len() <= MAX_STOP);
+        // Were this thread lost in between, neither run would be thought to be out.
+        self.out.store(false, Ordering::Release);
         self.mapped.clear();
         self.zeroed.clear();
         self.run
             .store(run.start.0 << LEN_BITS | run.len(), Ordering::Release);
+        self.out.store(out, Ordering::Release);
         self.open.store(true, Ordering::Release);
     }
 
@@ -99,6 +106,11 @@ impl Journal {
         let end = PageIndex(end.load(Ordering::Acquire));
         let start = PageIndex(start);
         Some(PageRange { start, end })
+    }
+
+    /// Whether pages of the run may be in the staging area.
+    pub(super) fn is_out(&self) -> bool {
+        self.out.load(Ordering::Acquire)
     }
 
     /// Whether some of the run may be stopped still.
@@ -181,7 +193,8 @@ mod tests {
     fn a_new_run_forgets_the_last() {
         let journal = Journal::default();
         assert!(journal.run().is_empty());
-        journal.begin(PageRange::new(PageIndex(1000), MAX_STOP));
+        journal.begin(PageRange::new(PageIndex(1000), MAX_STOP), true);
+        assert!(journal.is_out());
         assert_eq!(journal.run(), PageRange::new(PageIndex(1000), MAX_STOP));
         journal.lifted(PageRange::new(PageIndex(1001), MAX_STOP));
         assert!(journal.is_open());
@@ -193,7 +206,8 @@ mod tests {
             Journal::parts(journal.run(), |page| !journal.is_replaced(page)).collect();
         assert_eq!(kept, [PageRange::new(PageIndex(1002), 253)]);
         assert!(!journal.is_mapped(PageIndex(1255)));
-        journal.begin(PageRange::new(PageIndex(1001), 3));
+        journal.begin(PageRange::new(PageIndex(1001), 3), false);
+        assert!(!journal.is_out());
         assert!(journal.run().iter().all(|page| !journal.is_replaced(page)));
         assert!(!journal.is_mapped(PageIndex(1000)));
     }

@@ -72,7 +72,11 @@ impl Attributes {
         advices
             .into_iter()
             .filter(|(carried, _)| *carried)
-            .try_for_each(|(_, advice)| advise(span, advice))
+            .try_for_each(|(_, advice)| match advise(span, advice) {
+                // A kernel without huge pages.
+                Err(Errno::INVAL) if advice == Advice::LinuxNoHugepage => Ok(()),
+                done => done,
+            })
     }
 }
 
@@ -96,15 +100,28 @@ pub(super) fn map_anonymous(pages: u64, attributes: Attributes) -> Result<Span, 
 pub(super) fn map_anonymous_over(span: Span, attributes: Attributes) -> Result<(), Errno> {
     // SAFETY: `span` is in our care: no Rust reference points into it, and its
     // owner has called for pages of zeros there.
-    unsafe {
+    in_place_of(span, || unsafe {
         mmap_anonymous(
             span.pointer(),
             span.byte_len(),
             attributes.protection(),
             attributes.flags() | MapFlags::FIXED,
         )
+    })
+}
+
+/// Maps something over `span`. The kernel unmaps what is there first, and can still
+/// be short of memory then: as long as nothing is mapped there, whoever touches it
+/// gets a signal, and pages that are out have no place to go back to. So this does
+/// not give up.
+fn in_place_of(span: Span, call: impl Fn() -> Result<*mut c_void, Errno>) -> Result<(), Errno> {
+    loop {
+        match call() {
+            Ok(_) => return Ok(()),
+            Err(errno) if is_mapped(span) => return Err(errno),
+            Err(_) => std::thread::sleep(super::RETRY_PAUSE),
+        }
     }
-    .map(drop)
 }
 
 /// Maps a private view of `file` from `offset` on in place of the pages of
@@ -117,7 +134,7 @@ pub(super) fn map_file_over(
 ) -> Result<(), Errno> {
     // SAFETY: `span` is in our care: no Rust reference points into it. The file
     // holds the same bytes there and never shrinks (F_SEAL_SHRINK).
-    unsafe {
+    in_place_of(span, || unsafe {
         mmap(
             span.pointer(),
             span.byte_len(),
@@ -126,8 +143,7 @@ pub(super) fn map_file_over(
             file,
             offset,
         )
-    }
-    .map(drop)
+    })
 }
 
 /// Maps the pages of `file` from `offset` on in place of those of `span`, shared,
@@ -142,7 +158,7 @@ pub(super) fn map_shared_over(
     flags.set(MapFlags::NORESERVE, attributes.no_reserve);
     // SAFETY: `span` is in our care: no Rust reference points into it, and its
     // owner has put into the file what is to show there.
-    unsafe {
+    in_place_of(span, || unsafe {
         mmap(
             span.pointer(),
             span.byte_len(),
@@ -151,8 +167,7 @@ pub(super) fn map_shared_over(
             file,
             offset,
         )
-    }
-    .map(drop)
+    })
 }
 
 /// Maps `pages` pages of `file` somewhere, shared, to be read.
@@ -244,6 +259,12 @@ pub(super) fn grow(span: Span, pages: u64) -> Result<Span, Errno> {
 pub(super) fn unmap(span: Span) {
     // SAFETY: its owner is being dropped, so nobody uses it any more.
     let unmapped = unsafe { munmap(span.pointer(), span.byte_len()) };
+    if unmapped == Err(Errno::NOMEM) {
+        // It has become one with its neighbour, and there is no mapping left to cut it
+        // off: so it takes address space, and nothing else.
+        let _ = drop_pages(span);
+        return;
+    }
     debug_assert!(unmapped.is_ok(), "{unmapped:?}");
 }
 

@@ -145,12 +145,13 @@ impl Memory for LinuxMemory {
     /// Whatever is still stopped runs again, and the memory is as registered
     /// with nobody.
     fn detach(&self) {
-        let mut claim = self.claim.lock();
-        if claim.is_none() {
+        // Not under the mutex: a thread may be lost in the calls, and another is to
+        // do them again then.
+        if self.claim.lock().is_none() {
             return;
         }
         self.give_back();
-        *claim = None;
+        drop(self.claim.lock().take());
     }
 
     fn split(&self, page: PageIndex) -> Result<(Self, Self), BackendError> {
@@ -203,12 +204,12 @@ impl Memory for LinuxMemory {
 
     fn stop(&self, range: PageRange, backing: Backing) -> Result<Held, BackendError> {
         self.check_stop(range, backing)?;
-        self.clear_staging()?;
+        self.clear_staging();
         let goes_out = self.goes_out(backing);
         if goes_out {
             self.open_staging(range.len())?;
         }
-        self.journal.begin(range);
+        self.journal.begin(range, goes_out);
         if goes_out {
             self.move_out(range)
         } else {

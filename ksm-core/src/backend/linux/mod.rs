@@ -142,7 +142,9 @@ pub struct LinuxBackend {
 }
 
 impl LinuxBackend {
-    /// Opens what is needed, now: nothing under /proc is opened later.
+    /// Opens what is needed, now: nothing under /proc is opened later. One for a
+    /// process: two do not know of each other's regions, and the same memory must not
+    /// be registered with both.
     ///
     /// # Errors
     /// [`OpenError`] names what is missing, and how to get it.

@@ -23,8 +23,10 @@ impl LinuxMemory {
     /// touches one waits.
     pub(super) fn move_out(&self, range: PageRange) -> Result<Held, BackendError> {
         if let Err(errno) = self.host.uffd.register(self.span_of(range), Mode::Both) {
-            // A part of it may be registered.
-            self.release(range);
+            // A part of it may be registered; or all of it elsewhere.
+            if errno != Errno::BUSY {
+                self.release(range);
+            }
             return Err(mapping_error("UFFDIO_REGISTER", errno));
         }
         match self.move_all(range) {
@@ -133,7 +135,7 @@ impl LinuxMemory {
     /// The parts of `range` that have a page in the staging area.
     pub(super) fn staged(&self, range: PageRange) -> Vec<PageRange> {
         let range = range.intersection(self.journal.run());
-        if range.is_empty() || self.staging().is_none() {
+        if range.is_empty() || !self.journal.is_out() || self.staging().is_none() {
             return Vec::new();
         }
         let mut staged = Vec::new();
@@ -212,19 +214,12 @@ impl LinuxMemory {
         }
     }
 
-    /// Makes sure that no page of an earlier run is in the staging area.
-    pub(super) fn clear_staging(&self) -> Result<(), BackendError> {
-        let staging = self.staging().filter(|_| self.journal.is_open());
-        let Some(staging) = staging else {
-            return Ok(());
-        };
-        let empty = staging
-            .is_empty(&self.host.pagemap, self.journal.run().len())
-            .map_err(|errno| host_error("PAGEMAP_SCAN", errno))?;
-        if !empty {
-            self.put_back(self.journal.run());
+    /// Makes sure that no page of an earlier run is out.
+    pub(super) fn clear_staging(&self) {
+        let run = self.journal.run();
+        if self.journal.is_open() && !self.staged(run).is_empty() {
+            self.put_back(run);
         }
-        Ok(())
     }
 }
 

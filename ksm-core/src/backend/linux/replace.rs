@@ -49,7 +49,9 @@ impl LinuxMemory {
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
         self.carry(range, Attributes::of_frames);
-        self.register_frames(range);
+        if !self.registers_late() {
+            self.register_frames(range);
+        }
         self.free_below(range);
         Ok(())
     }
@@ -66,6 +68,13 @@ impl LinuxMemory {
         let (span, attributes) = (self.span_of(range), self.attributes(range));
         mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
             .map_err(|errno| mapping_error("mmap", errno))
+    }
+
+    /// What is put in place of pages that nobody uses yet is registered when it is
+    /// stopped: what is not replaced may be a file's that cannot be registered, and the
+    /// kernel would refuse to unregister all of it together.
+    fn registers_late(&self) -> bool {
+        self.memfd.is_none() && self.parts.iter().any(|part| part.of_file)
     }
 
     /// Lets writes to copies over fresh mappings of frames be stopped.
@@ -129,7 +138,10 @@ impl LinuxMemory {
     /// The same for pages that nobody uses yet.
     pub(super) fn map_own(&self, range: PageRange) -> Result<(), BackendError> {
         self.map_empty(range)?;
-        self.now_own(range);
+        match self.registers_late() {
+            true => self.carry(range, Attributes::of_own),
+            false => self.now_own(range),
+        }
         Ok(())
     }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vm_memory::bitmap::NewBitmap;
+use vm_memory::bitmap::{Bitmap, NewBitmap};
 use vm_memory::mmap::FromRangesError;
 use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryError, GuestMemoryRegion, GuestRegionMmap,
@@ -13,11 +13,14 @@ use vm_memory::{
 
 use crate::page::{PAGE_SIZE, PageBuf, PageIndex};
 
-/// A region of guest memory to be registered: anything that vm-memory calls a
-/// [`GuestMemoryRegion`] and that is mapped in this process.
+/// A region of guest memory to be registered: vm-memory's [`GuestRegionMmap`], or
+/// another [`GuestMemoryRegion`] that is mapped in this process.
 ///
 /// The region is kept alive, and with it the mapping, for as long as it is
 /// registered. Its dirty bitmap is never touched: a merge changes no byte.
+/// Pages that are merged get new mappings, which carry what `madvise` said of the old
+/// ones, but neither a NUMA policy (`mbind`: frames lie where the store's do) nor a
+/// name (`PR_SET_VMA_ANON_NAME`).
 ///
 /// Private anonymous memory can be registered as it is. Shared memory is
 /// refused, unless it is a memfd of this process alone and
@@ -41,7 +44,24 @@ enum Kind {
 
 impl HostRegion {
     /// Guest memory in `region`.
-    pub fn new<R>(region: Arc<R>) -> Self
+    pub fn new<B>(region: Arc<GuestRegionMmap<B>>) -> Self
+    where
+        B: Bitmap + Send + Sync + 'static,
+    {
+        // SAFETY: it owns a mapping of its length at that address, which stays until
+        // it is dropped (whoever made it of a raw pointer has promised so), and gives
+        // out no references to it but atomic ones.
+        unsafe { Self::of(region) }
+    }
+
+    /// Guest memory in a region of another type, one that wraps a
+    /// [`GuestRegionMmap`], say.
+    ///
+    /// # Safety
+    /// [`GuestMemoryRegion::get_host_address`] is where [`GuestMemoryRegion::len`] bytes
+    /// are mapped for as long as `region` lives, and always says the same. No Rust
+    /// reference points there, but to atomics: pages are mapped over.
+    pub unsafe fn of<R>(region: Arc<R>) -> Self
     where
         R: GuestMemoryRegion + Send + Sync + 'static,
     {

@@ -9,7 +9,6 @@ use vm_memory::VolatileSlice;
 
 use super::journal::MAX_STOP;
 use super::mapping::{self, Attributes};
-use super::pagemap::Pagemap;
 use super::span::Span;
 use super::uffd::{Mode, Userfaultfd};
 use crate::page::{PAGE_SIZE, PageBuf};
@@ -104,13 +103,6 @@ impl Staging {
     /// Copies the page in a place of the run that is taken.
     pub(super) fn read(&self, slot: u64, buf: &mut PageBuf) {
         copy_page(self.slots(slot, 1), buf);
-    }
-
-    /// Whether none of the first `pages` places of the run is taken.
-    pub(super) fn is_empty(&self, pagemap: &Pagemap, pages: u64) -> Result<bool, Errno> {
-        let mut found = false;
-        pagemap.populated(self.slots(0, pages), 1, |_| found = true)?;
-        Ok(!found)
     }
 }
 

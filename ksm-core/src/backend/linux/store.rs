@@ -39,7 +39,8 @@ impl LinuxStore {
     }
 
     /// Makes a store of an empty memfd that allows sealing. What others put in
-    /// it is not seen.
+    /// it is not seen; nobody else may keep a descriptor that can be written to:
+    /// guests read from it.
     ///
     /// # Errors
     /// When it cannot be sealed: it is another kind of file, or was made

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::call::Call;
 use super::config::Storm;
 use super::page::{Bytes, Hold, Write};
+use super::stop::nth_frame;
 use super::world::World;
 use crate::backend::{Backing, PageRun};
 use crate::error::BackendError;
@@ -99,10 +100,14 @@ impl World {
         range: PageRange,
         backing: Backing,
     ) -> Result<(), BackendError> {
-        self.demand_backing(Call::Discard, region, range, backing);
+        let repeats = backing == Backing::Frame && self.regions[region].discarded == range;
+        if !repeats {
+            self.demand_backing(Call::Discard, region, range, backing);
+        }
         self.demand_held(Call::Discard, region, range, false);
         self.may_fail(Call::Discard)?;
         if backing == Backing::Frame {
+            self.regions[region].discarded = range;
             self.remap(region, range, |_| (None, Bytes::Nowhere))?;
         } else {
             for page in range.iter() {
@@ -123,7 +128,14 @@ impl World {
         store: usize,
         first: FrameId,
     ) -> Result<(), BackendError> {
-        self.demand_backing(Call::Adopt, region, range, Backing::Own);
+        let place = &self.regions[region];
+        let repeats = range.iter().all(|page| {
+            let frame = nth_frame(range, page, first);
+            place.page(page).below == Some((store, frame))
+        });
+        if !repeats {
+            self.demand_backing(Call::Adopt, region, range, Backing::Own);
+        }
         self.demand_held(Call::Adopt, region, range, false);
         self.may_fail(Call::Adopt)?;
         self.map_store(region, range, store, first)

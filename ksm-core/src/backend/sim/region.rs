@@ -22,6 +22,8 @@ pub(super) struct Region {
     pub(super) options: Option<RegionOptions>,
     /// No vCPU runs: the storm neither writes, nor reads, nor drops.
     pub(super) paused: bool,
+    /// What was discarded last of what mapped frames.
+    pub(super) discarded: PageRange,
     /// In how many parts it is attached.
     pub(super) attached: u32,
     /// The one store whose frames it maps.
@@ -44,6 +46,7 @@ impl Region {
             pages: vec![Page::absent(); at(PageIndex(pages))],
             options: None,
             paused: false,
+            discarded: PageRange::default(),
             attached: 0,
             store: None,
             waiters: Vec::new(),

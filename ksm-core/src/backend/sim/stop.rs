@@ -294,7 +294,7 @@ impl World {
 }
 
 /// The frame of `page` where those of `range` begin with `first`.
-fn nth_frame(range: PageRange, page: PageIndex, first: FrameId) -> FrameId {
+pub(super) fn nth_frame(range: PageRange, page: PageIndex, first: FrameId) -> FrameId {
     let nth = u32::try_from(page.0 - range.start.0);
     first.plus(nth.expect("a range is shorter than a store"))
 }
