@@ -79,7 +79,9 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     scanning.join().unwrap();
     let unshared = unsharing.join().unwrap();
     assert!(shared.contains(&0), "merged again meanwhile: {shared:?}");
-    assert_eq!(unshared.unwrap(), 3);
+    // The end of the pass may have helped.
+    let unshared = unshared.unwrap();
+    assert!((1..=3).contains(&unshared), "{unshared}");
     world.ksm.check().unwrap();
     world.passes(2);
     assert_eq!(world.sharers(last), 3, "with another frame");

@@ -33,6 +33,7 @@ impl<B: Backend> Ksm<B> {
     /// be reached: this counts its page among those that are left, and the call
     /// that makes it unshares the page before it returns. Whatever is left, because
     /// the host refuses or a thread was killed, is tried again at the end of each pass.
+    /// Pages that others give copies meanwhile are not counted.
     ///
     /// # Errors
     /// [`Error::NoRegion`], [`Error::OutOfRange`]; [`Error::FrameStillShared`] says
