@@ -15,6 +15,7 @@ use std::ops::Deref;
 
 use crate::merge::{Goal, Wish};
 use crate::page::{FrameId, PageIndex};
+use crate::pledge::Pledges;
 use crate::ration::Ration;
 use crate::region::{PageTable, is_seam};
 use crate::sync::Mutex;
@@ -31,6 +32,8 @@ pub(crate) struct VmaBudget {
     /// The most that merging may cost; `None` for no limit.
     max: Option<u64>,
     state: Mutex<State>,
+    /// What is promised to regions that nobody knows of yet.
+    pub(crate) pledges: Pledges,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -43,8 +46,6 @@ struct State {
     held_back: u64,
     /// What this pass would have spent more.
     shortage: Shortage,
-    /// Spent on regions that nobody knows of yet.
-    pledged: u64,
 }
 
 /// Steps in which [`Shortage`] counts, the last for all that save more.
@@ -125,11 +126,11 @@ impl VmaBudget {
             raised: 0,
             held_back: 0,
             shortage: Shortage::default(),
-            pledged: 0,
         };
         Self {
             max,
             state: Mutex::new(state),
+            pledges: Pledges::default(),
         }
     }
 
@@ -141,7 +142,7 @@ impl VmaBudget {
         let plenty = max >= pages / PAGES_PER_VMA;
         let State { floor, raised, .. } = *self.state.lock();
         Purse {
-            left: self.left(used, self.pledged()),
+            left: self.left(used, self.pledges.total()),
             floor: if plenty { raised } else { floor.max(raised) },
             twice: false,
         }
@@ -150,7 +151,7 @@ impl VmaBudget {
     /// The same for memory that is about to be cloned, of which `pages` are still to
     /// come: whatever mappings it takes, its clone takes as well.
     pub(crate) fn freeze_purse(&self, used: u64, pages: u64) -> Purse {
-        let left = self.left(used, self.pledged());
+        let left = self.left(used, self.pledges.total());
         Purse {
             left,
             floor: Ration::new(left / 2, pages).floor(),
@@ -163,22 +164,6 @@ impl VmaBudget {
     pub(crate) fn left(&self, used: u64, pledged: u64) -> u64 {
         self.max
             .map_or(u64::MAX, |max| max.saturating_sub(used + pledged))
-    }
-
-    /// How many mappings count as spent though nobody knows of the region.
-    pub(crate) fn pledged(&self) -> u64 {
-        self.state.lock().pledged
-    }
-
-    /// Of those, `old` make room for `now` and for `more`, as far as there are so many
-    /// with `used` spent on what is registered. Returns how many more.
-    pub(crate) fn grant(&self, old: u64, now: u64, more: u64, used: impl FnOnce() -> u64) -> u64 {
-        // Held throughout: what becomes registered meanwhile counts twice, not never.
-        let mut state = self.state.lock();
-        state.pledged = state.pledged - old + now;
-        let granted = more.min(self.left(used(), state.pledged));
-        state.pledged += granted;
-        granted
     }
 
     pub(crate) fn note_held_back(&self, pages: u64, shortage: &Shortage) {

@@ -12,8 +12,11 @@ use crate::error::Error;
 pub enum LockPolicy {
     /// A lock for each region, and a snapshot of the regions to go through. A
     /// pass puts a busy region off and comes back to it in the same pass, at last
-    /// waiting in turn. A change waits for one window or run of the region it is
-    /// about, and for no other region.
+    /// waiting in turn. A change waits, in turn, for what is under way in the region it
+    /// is about, and for no other region: that is a window
+    /// ([`Config::window_pages`]) or a run ([`Config::pages_per_stop`]) of a pass, eight
+    /// windows of a clone that is being made of it, 1,024 pages that are unmerged, or
+    /// the whole of a discard or a move.
     #[default]
     PerRegion,
     /// One lock for the whole layout, held through each change of it, and waited
@@ -42,8 +45,10 @@ pub struct Config {
     /// writes to one of them waits for all.
     pub pages_per_stop: u32,
     /// From how many pages on a window is fingerprinted, and merged pages are given
-    /// copies, by the rayon pool that `scan` or `unmerge` is called in. `u32::MAX`
-    /// for never.
+    /// copies, with the help of the rayon pool that `scan` or `unmerge` is called in:
+    /// of those of its threads that are free. No thread that is not is waited for, and
+    /// no other job of the pool is done meanwhile, so that its jobs may call the engine
+    /// as well. `u32::MAX` for never.
     pub parallel_pages: u32,
     /// The most virtual memory areas that merging may cost over all regions.
     /// `None` for three quarters of what the process may still have
@@ -52,7 +57,9 @@ pub struct Config {
     /// as well: where it does not suffice, the first two copy pages that could be
     /// shared ([`Ksm::fork_region`](crate::Ksm::fork_region)), and the third is refused
     /// ([`Error::VmaBudget`]). What is merged at the same time by several calls (a pass,
-    /// clones) may exceed it by what one batch of each costs.
+    /// clones) may exceed it by what one batch of each costs. Mappings that
+    /// [`Ksm::unregister`](crate::Ksm::unregister) leaves below copies, in regions that
+    /// are not `dma_guarded`, are the embedder's from then on, and not counted.
     pub max_vmas: Option<u64>,
     /// From how many neighbouring pages of one content on they get a block of
     /// equal frames, so that 64 of them need one virtual memory area and not 64,

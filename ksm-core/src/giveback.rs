@@ -183,8 +183,8 @@ pub(crate) fn give_back<B: Backend>(
     is_registered: impl Fn() -> bool,
 ) -> Result<u64, NoLease> {
     let seams = || region.pages().seams();
-    let mut gained = 0_u64;
-    let mut lost = 0_u64;
+    let (mut gained, mut lost) = (0_u64, 0_u64);
+    let mut given_back = 0;
     for chunk in stretch.range.chunks(cap) {
         let guard = match region.try_lock() {
             Ok(Some(guard)) => guard,
@@ -203,13 +203,16 @@ pub(crate) fn give_back<B: Backend>(
         let after = seams();
         gained += before.saturating_sub(after);
         lost += after.saturating_sub(before);
+        // Under the lease: what is counted of a region after others have taken its
+        // place is lost.
+        let now = gained.saturating_sub(lost).max(given_back);
+        region.tally().vmas_given_back += now - given_back;
+        given_back = now;
         if done.is_err() {
             break;
         }
     }
-    let gained = gained.saturating_sub(lost);
-    region.tally().vmas_given_back += gained;
-    Ok(gained)
+    Ok(given_back)
 }
 
 /// Puts private pages in place of all pages of `chunk` that stand over frames.
@@ -219,7 +222,7 @@ fn take_off_frames<B: Backend>(
 ) -> Result<(), BackendError> {
     let region = guard.region();
     let merged = unshare::merged_runs(guard, chunk);
-    let (_, left, error) = unshare::break_cow(guard, chunk, u32::MAX);
+    let (_, left, error) = unshare::break_cow(guard, chunk);
     fault::point(Step::Unshared);
     if left > 0 {
         return Err(error.unwrap_or(BackendError::Again));

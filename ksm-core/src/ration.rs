@@ -7,7 +7,7 @@
 //! that is still to come must do with what is left. Nothing is spent that is not
 //! there, and what is saved on long runs is for the short ones behind them.
 
-use crate::budget::{PAGES_PER_VMA, VmaBudget};
+use crate::budget::PAGES_PER_VMA;
 use crate::page::{FrameId, PageIndex, PageRange};
 use crate::region::{PageTable, is_seam};
 
@@ -73,37 +73,6 @@ impl Ration {
     }
 }
 
-/// Mappings of a region that nobody knows of yet: they count as spent.
-#[derive(Debug)]
-pub(crate) struct Pledge<'b> {
-    budget: &'b VmaBudget,
-    mappings: u64,
-}
-
-impl<'b> Pledge<'b> {
-    pub(crate) const fn new(budget: &'b VmaBudget) -> Self {
-        Self {
-            budget,
-            mappings: 0,
-        }
-    }
-
-    /// The region has so many `now`, and might do with `more`, with `used` spent on
-    /// what is registered. Returns how many more it may have, which nobody else may
-    /// then.
-    pub(crate) fn ask(&mut self, now: u64, more: u64, used: impl FnOnce() -> u64) -> u64 {
-        let granted = self.budget.grant(self.mappings, now, more, used);
-        self.mappings = now + granted;
-        granted
-    }
-}
-
-impl Drop for Pledge<'_> {
-    fn drop(&mut self) {
-        self.ask(0, 0, || 0);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,21 +128,5 @@ mod tests {
         assert_eq!(cost(&pages, 2, 1, 2), 0, "it joins that");
         assert_eq!(cost(&pages, 2, 3, 2), 0, "it joins two");
         assert_eq!(cost(&pages, 6, 4, 9), 0, "up to the end");
-    }
-
-    #[test]
-    fn what_is_pledged_is_not_left() {
-        let budget = VmaBudget::new(Some(10));
-        let mut one = Pledge::new(&budget);
-        let mut other = Pledge::new(&budget);
-        assert_eq!(one.ask(0, 4, || 2), 4);
-        assert_eq!(other.ask(0, 9, || 2), 4, "that is all there is");
-        assert_eq!(one.ask(3, 5, || 2), 1, "of four it needed three only");
-        drop(one);
-        assert_eq!(other.ask(4, 5, || 2), 4);
-        assert_eq!(other.ask(8, 5, || 5), 0, "too many are used");
-        drop(other);
-        assert_eq!(budget.pledged(), 0);
-        assert_eq!(Pledge::new(&VmaBudget::new(None)).ask(7, 9, || 2), 9);
     }
 }

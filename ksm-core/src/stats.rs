@@ -55,7 +55,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Adds the counters of another domain of the same engine.
+    /// Adds the counters of another domain of the same engine. Passes are of the
+    /// engine, and counted already.
     pub(crate) fn add(&mut self, other: &Self) {
         self.pages_shared += other.pages_shared;
         self.pages_sharing += other.pages_sharing;
@@ -65,7 +66,6 @@ impl Stats {
         self.vmas += other.vmas;
         self.ksm_zero_pages += other.ksm_zero_pages;
         self.pages_scanned += other.pages_scanned;
-        self.full_scans = other.full_scans;
         self.cow_breaks += other.cow_breaks;
         self.vmas_given_back += other.vmas_given_back;
         self.pages_given_back += other.pages_given_back;

@@ -1,8 +1,9 @@
 //! Break-COW: giving pages copies of their own, and mappings back.
 
-use rayon::prelude::*;
+use std::sync::Arc;
 
 use crate::backend::{Backend, Backing, Memory, PageState};
+use crate::crew::share_out;
 use crate::error::{BackendError, Error};
 use crate::fault::{self, Step};
 use crate::page::{PageIndex, PageRange};
@@ -24,10 +25,10 @@ const TRIES: u32 = 16;
 /// A copy that was asked for may not come about: the host refuses, or a fault
 /// is in its way. So the page map decides, and the question is asked again until
 /// it says that nothing is shared (the kernel's `break_ksm` loops for the same
-/// reason). From `parallel_pages` on, copies are made by the rayon pool that this is
-/// called in.
+/// reason). From `parallel_pages` on, copies are made with the help of the rayon pool
+/// that this is called in.
 pub(crate) fn unmerge<B: Backend>(
-    region: &Region<B>,
+    region: &Arc<Region<B>>,
     range: PageRange,
     parallel_pages: u32,
 ) -> Result<u64, Error> {
@@ -41,7 +42,12 @@ pub(crate) fn unmerge<B: Backend>(
         let mut tries = 0;
         loop {
             let guard = region.lock()?;
-            let (broken, left, error) = break_cow(&guard, chunk, parallel_pages);
+            let (broken, left, error) = break_cow_by(&guard, chunk, |runs| {
+                match pages_of(runs) < u64::from(parallel_pages) {
+                    true => populate(guard.memory(), runs),
+                    false => populate_together(region, runs),
+                }
+            });
             unshared += broken;
             if left == 0 {
                 break;
@@ -76,27 +82,47 @@ fn chunks(runs: &[PageRange]) -> Vec<PageRange> {
 pub(crate) fn break_cow<B: Backend>(
     guard: &RegionGuard<'_, B>,
     chunk: PageRange,
-    parallel_pages: u32,
+) -> (u64, u64, Option<BackendError>) {
+    break_cow_by(guard, chunk, |runs| populate(guard.memory(), runs))
+}
+
+/// The same, where `copy` has the host copy the pages of runs.
+fn break_cow_by<B: Backend>(
+    guard: &RegionGuard<'_, B>,
+    chunk: PageRange,
+    copy: impl FnOnce(&[PageRange]) -> Option<BackendError>,
 ) -> (u64, u64, Option<BackendError>) {
     let runs = merged_runs(guard, chunk);
-    let before = runs.iter().map(|run| run.len()).sum::<u64>();
-    let copy = |piece| guard.memory().populate(piece).err();
-    let mut error = None;
-    if before < u64::from(parallel_pages) {
-        for &run in &runs {
-            error = copy(run).or(error);
-        }
-    } else {
-        let pieces = runs.iter().flat_map(|run| run.chunks(PIECE_PAGES));
-        let pieces: Vec<PageRange> = pieces.collect();
-        let errors = pieces.into_par_iter().filter_map(copy);
-        error = errors.reduce_with(|one, _| one);
-    }
+    let before = pages_of(&runs);
+    let mut error = copy(&runs);
     if let Err(unread) = note_copies(guard, &runs) {
         error = Some(unread);
     }
     let left = merged(guard, chunk);
     (before - left, left, error)
+}
+
+/// Has the host copy pages. Returns what it said last.
+fn populate(memory: &impl Memory, runs: &[PageRange]) -> Option<BackendError> {
+    let said = runs.iter().filter_map(|&run| memory.populate(run).err());
+    said.last()
+}
+
+/// The same, in pieces.
+fn populate_together<B: Backend>(
+    region: &Arc<Region<B>>,
+    runs: &[PageRange],
+) -> Option<BackendError> {
+    let pieces = runs.iter().flat_map(|run| run.chunks(PIECE_PAGES));
+    let region = Arc::clone(region);
+    let said = share_out(pieces.collect(), 1, move |piece| {
+        populate(region.memory(), piece)
+    });
+    said.into_iter().flatten().last()
+}
+
+fn pages_of(runs: &[PageRange]) -> u64 {
+    runs.iter().map(|run| run.len()).sum()
 }
 
 /// Gives one merged page a copy of its own.
@@ -109,7 +135,7 @@ pub(crate) fn unmerge_page<B: Backend>(
 ) -> Result<(), BackendError> {
     let mut said = None;
     for _ in 0..TRIES {
-        let (_, left, error) = break_cow(guard, PageRange::one(page), u32::MAX);
+        let (_, left, error) = break_cow(guard, PageRange::one(page));
         if left == 0 {
             return Ok(());
         }
@@ -119,7 +145,7 @@ pub(crate) fn unmerge_page<B: Backend>(
 }
 
 fn merged<B: Backend>(guard: &RegionGuard<'_, B>, range: PageRange) -> u64 {
-    merged_runs(guard, range).iter().map(|run| run.len()).sum()
+    pages_of(&merged_runs(guard, range))
 }
 
 /// The stretches of `range` whose pages are merged, as far as is known. Pages
@@ -254,7 +280,7 @@ fn copy_all<B: Backend>(guard: &RegionGuard<'_, B>) {
     for chunk in guard.region().range().chunks(CHUNK_PAGES) {
         let mut tries = 0;
         while tries < TRIES {
-            let (broken, left, _) = break_cow(guard, chunk, u32::MAX);
+            let (broken, left, _) = break_cow(guard, chunk);
             if left == 0 {
                 break;
             }

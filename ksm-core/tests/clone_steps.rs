@@ -272,3 +272,56 @@ fn a_thread_that_vanishes_leaves_nothing_behind() {
         world.goes_on(&when);
     }
 }
+
+/// What was promised to a thread that vanished is there for the next one.
+#[test]
+fn mappings_promised_to_a_thread_that_vanishes_are_not_lost() {
+    for (step, takes_over) in Step::CLONE
+        .into_iter()
+        .flat_map(|s| [(s, false), (s, true)])
+    {
+        let when = format!("{step:?}, taken over: {takes_over}");
+        let sim = SimBackend::new(SimConfig::default());
+        // Enough for one at a time.
+        let config = Config {
+            max_vmas: Some(2 * PAGES),
+            ..Config::default()
+        };
+        let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
+        let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
+        let memory = |is_empty: bool| {
+            let memory = sim.guest(PAGES);
+            if !is_empty {
+                fill(&memory, content);
+            }
+            memory
+        };
+        let parent = ksm.register(space, memory(false), GUARDED).unwrap();
+        let make = move |ksm: &Ksm<SimBackend>, place| match takes_over {
+            true => ksm.take_over(space, place, GUARDED).unwrap(),
+            false => ksm.fork_region(parent, space, place, GUARDED).unwrap(),
+        };
+        let end_all_but_parent = || {
+            for region in ksm.regions_of(space).unwrap() {
+                if region != parent {
+                    ksm.discard(region, range(0, PAGES)).unwrap();
+                    ksm.unregister(region).unwrap();
+                }
+            }
+        };
+        let merged = |region| ksm.region_stats(region).unwrap().ksm_merging_pages;
+        let calm = merged(make(&ksm, memory(!takes_over)));
+        assert!(calm > PAGES / 2, "{when}: {calm}");
+        end_all_but_parent();
+        for _ in 0..4 {
+            let (dying, place) = (Arc::clone(&ksm), memory(!takes_over));
+            let dead = vanishes_at(step, 1, move || {
+                make(&dying, place);
+            });
+            ksm.recover(dead);
+            end_all_but_parent();
+        }
+        let after = merged(make(&ksm, memory(!takes_over)));
+        assert_eq!(after, calm, "{when}");
+    }
+}

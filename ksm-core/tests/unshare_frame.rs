@@ -5,12 +5,12 @@
 mod step_hooks;
 mod world;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 
 use ksm_core::backend::sim::{Call, Failure, SimGuest, pattern};
-use ksm_core::fault::Step;
+use ksm_core::fault::{Step, set_hook};
 use ksm_core::{Config, Error, PageIndex, PageRange, RegionId};
 use step_hooks::{Standing, times_taken};
 use world::{GUARDED, World};
@@ -79,7 +79,9 @@ fn nobody_comes_to_a_frame_that_is_being_emptied() {
     scanning.join().unwrap();
     let unshared = unsharing.join().unwrap();
     assert!(shared.contains(&0), "merged again meanwhile: {shared:?}");
-    assert_eq!(unshared.unwrap(), 3);
+    // The end of the pass may have helped.
+    let unshared = unshared.unwrap();
+    assert!((1..=3).contains(&unshared), "{unshared}");
     world.ksm.check().unwrap();
     world.passes(2);
     assert_eq!(world.sharers(last), 3, "with another frame");
@@ -134,7 +136,6 @@ fn pages_that_cannot_be_copied_are_named() {
     else {
         panic!("one page got no copy");
     };
-    sim.no_failures();
     let left: Vec<_> = sharers.iter().map(|sharer| sharer.region).collect();
     assert_eq!((pages, left.len()), (1, 1));
     let left = left[0];
@@ -145,6 +146,7 @@ fn pages_that_cannot_be_copied_are_named() {
     assert_eq!(world.sharers(left), 1, "nobody came to it");
     assert_eq!(world.sharers(new), 2, "with the page that had got a copy");
     assert_ne!(world.ksm.explain(new, FIRST).unwrap().frame, frame);
+    sim.no_failures();
     assert_eq!(world.ksm.unshare_frame(left, FIRST).unwrap(), 1);
     world.passes(2);
     assert_eq!(world.sharers(left), 3);
@@ -236,4 +238,54 @@ fn no_clone_is_left_with_a_frame_that_was_emptied() {
     }
     world.ksm.check().unwrap();
     assert_eq!(world.ksm.regions_of(world.space).unwrap().len(), 5);
+}
+
+/// Whoever was to empty a frame may be killed before he does: then a pass does it.
+#[test]
+fn a_frame_is_emptied_where_the_maker_of_a_region_was_killed() {
+    let world = world();
+    let (_, one) = world.holding(&[7]);
+    let (_, twin) = world.holding(&[7]);
+    world.passes(2);
+    let frame = world.ksm.explain(one, FIRST).unwrap().frame;
+    assert!(frame.is_some());
+    let restored = world.sim.guest(1);
+    restored.write(FIRST, &pattern(7));
+    let (is_here, here) = mpsc::channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let (ksm, space, source) = (Arc::clone(&world.ksm), world.space, restored.clone());
+    let maker = thread::spawn(move || {
+        set_hook(Some(Box::new(move |step| match step {
+            // It maps the frame, and nobody knows of it.
+            Step::Reared => {
+                is_here.send(()).unwrap();
+                may_go.recv().unwrap();
+            }
+            Step::Known => {
+                is_here.send(()).unwrap();
+                loop {
+                    thread::park();
+                }
+            }
+            _ => {}
+        })));
+        let _ = ksm.take_over(space, source, GUARDED);
+    });
+    here.recv().unwrap();
+    let unshared = world.ksm.unshare_frame(one, FIRST);
+    let Err(Error::FrameStillShared { pages, sharers, .. }) = unshared else {
+        panic!("the new region maps it: {unshared:?}");
+    };
+    assert_eq!((pages, sharers), (1, vec![]));
+    go.send(()).unwrap();
+    here.recv().unwrap();
+    world.ksm.recover(maker.thread().id());
+    let known = world.ksm.regions_of(world.space).unwrap();
+    let taken = *known.iter().find(|id| ![one, twin].contains(id)).unwrap();
+    assert_eq!(world.ksm.explain(taken, FIRST).unwrap().frame, frame);
+    world.passes(1);
+    assert_ne!(world.ksm.explain(taken, FIRST).unwrap().frame, frame);
+    world.passes(2);
+    assert_eq!(world.sharers(taken), 3, "with another frame");
+    assert_eq!(restored.read(FIRST), *pattern(7));
 }

@@ -56,8 +56,8 @@ impl GuestKsm<LinuxBackend> {
     }
 
     /// Brings the registration in line with `memory`: registers regions that
-    /// are new, unregisters those that are gone. A region is the same if start
-    /// and length are.
+    /// are new, unregisters those that are gone. A region is the same if start,
+    /// length and host address are.
     ///
     /// # Errors
     /// As [`GuestKsm::register`] and [`GuestKsm::unregister`], at the first

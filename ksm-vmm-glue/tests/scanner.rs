@@ -123,6 +123,16 @@ fn a_panic_is_reported_and_nothing_stays_stopped() {
 }
 
 #[test]
+fn a_panic_before_the_first_pass_is_no_death() {
+    let (_, ksm, _) = twins();
+    let prepare = || panic!("not prepared");
+    let scanner = ScannerThread::start_with(ksm, options(0), prepare).unwrap();
+    wait_until("the scanner ends", || scanner.status() != Status::Running);
+    let message = "not prepared".to_owned();
+    assert_eq!(scanner.status(), Status::Panicked { message });
+}
+
+#[test]
 fn a_scanner_that_panicked_is_replaced() {
     let (_, ksm, guests) = twins();
     let prepare = once_at_stopped(|| panic!("injected"));

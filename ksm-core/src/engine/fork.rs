@@ -10,7 +10,8 @@ use crate::error::{BackendError, Error, RegisterError};
 use crate::fault::{self, Step};
 use crate::nursery::{Nursling, Origin};
 use crate::page::{PageIndex, PageRange};
-use crate::ration::{Pledge, Ration};
+use crate::pledge::Pledge;
+use crate::ration::Ration;
 use crate::region::{Region, RegionGuard, RegionId, SpaceId};
 use crate::scan::Aim;
 use crate::stats::ScanReport;
@@ -49,7 +50,9 @@ impl<B: Backend> Ksm<B> {
     /// space is of another trust domain; [`Error::Register`], and
     /// [`RegisterError::NotLikeParent`] when the memory has another length or is
     /// not empty; [`Error::Backend`] when the host has no memory. There is no
-    /// clone then, and the parent is as it was.
+    /// clone then, and the parent holds what it did; pages of it that came to map
+    /// frames for the clone do so still, with the mappings that costs, as after a
+    /// clone that has gone.
     pub fn fork_region(
         &self,
         parent: RegionId,
@@ -138,8 +141,9 @@ impl<B: Backend> Ksm<B> {
     /// counted among what is gone.
     ///
     /// # Errors
-    /// As [`Ksm::fork_region`]; [`Error::Pinned`] while guards hold pages of it.
-    /// The region is as it was then.
+    /// [`Error::NoRegion`]; [`Error::Register`] and [`Error::Backend`] as of
+    /// [`Ksm::fork_region`]; [`Error::Pinned`] while guards hold pages of it. The region
+    /// is as it was then.
     pub fn move_region(&self, region: RegionId, source: B::Source) -> Result<RegionId, Error> {
         let old = self.layout.region(region)?;
         let new = self.nursling(&old, old.space, source, old.options)?;

@@ -1,7 +1,7 @@
 //! A pass over all regions: which window is next, and what is done with what it
 //! found.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::Ordering;
 
 use super::Ksm;
@@ -41,11 +41,11 @@ pub(super) struct Pass {
 }
 
 /// The regions that a pass goes through: those of one edition of the layout.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct TakenIn {
     sequence: u64,
-    /// The number of the region that came next.
-    next: u64,
+    /// But for those that were gone when it came to them, and may come back.
+    regions: BTreeSet<RegionId>,
 }
 
 impl Pass {
@@ -53,6 +53,13 @@ impl Pass {
     fn next(&mut self) -> Option<((RegionId, PageIndex), Patience)> {
         let todo = self.todo.pop_front().map(|at| (at, Patience::Try));
         todo.or_else(|| Some((self.deferred.pop_front()?, Patience::Wait)))
+    }
+
+    /// A region was not there.
+    fn miss(&mut self, id: RegionId) {
+        if let Some(taken_in) = &mut self.taken_in {
+            taken_in.regions.remove(&id);
+        }
     }
 }
 
@@ -84,11 +91,13 @@ impl<B: Backend> Ksm<B> {
                     continue;
                 }
                 let given_back = self.give_back()?;
+                self.empty_all_sealed();
                 self.end_pass(&mut scanner.journal(), given_back);
                 report.passes = 1;
                 break;
             };
             let Ok(region) = self.layout.region(id) else {
+                scanner.journal().miss(id);
                 continue;
             };
             let guard = match self.turn(&region, patience)? {
@@ -106,6 +115,7 @@ impl<B: Backend> Ksm<B> {
             };
             if !self.layout.stands(&region) {
                 // It left before its lease was taken.
+                scanner.journal().miss(id);
                 continue;
             }
             let next = self.scan_windows(guard, from, budget, Aim::Merge, &mut report)?;
@@ -133,33 +143,37 @@ impl<B: Backend> Ksm<B> {
             domain.start_pass();
         }
         self.vmas.start_pass();
-        self.take_in(pass, 0);
+        self.take_in(pass);
         pass.rounds = 1;
         pass.tally = PassTally::default();
     }
 
-    /// Puts the regions from number `first` on on the list.
-    fn take_in(&self, pass: &mut Pass, first: u64) {
-        let regions = self.layout.regions();
-        let new = regions.since(first).iter();
-        pass.todo = new.map(|region| (region.id, PageIndex(0))).collect();
+    /// Puts the regions on the list that it has not taken in before. (Their numbers do
+    /// not tell: a region has its own before it is made, and it may have been away.)
+    fn take_in(&self, pass: &mut Pass) {
+        let before = pass.taken_in.take().map(|taken_in| taken_in.regions);
+        let before = before.unwrap_or_default();
+        let edition = self.layout.regions();
+        let regions: BTreeSet<_> = edition.iter().map(|region| region.id).collect();
+        let new = regions.difference(&before);
+        pass.todo = new.map(|&id| (id, PageIndex(0))).collect();
         pass.taken_in = Some(TakenIn {
-            sequence: regions.sequence,
-            next: regions.next(),
+            sequence: edition.sequence,
+            regions,
         });
     }
 
     /// Where regions have come since the pass took its list of them, takes them
     /// in. Returns whether there is something to look at now.
     fn take_in_new(&self, pass: &mut Pass) -> bool {
-        let Some(taken_in) = pass.taken_in else {
+        let Some(taken_in) = &pass.taken_in else {
             return false;
         };
         if self.layout.is_last(taken_in.sequence) || pass.rounds == ROUNDS {
             return false;
         }
         pass.rounds += 1;
-        self.take_in(pass, taken_in.next);
+        self.take_in(pass);
         !pass.todo.is_empty()
     }
 
@@ -227,7 +241,8 @@ impl<B: Backend> Ksm<B> {
         Ok(within.start)
     }
 
-    /// The lease for one more window, if nobody else wants it.
+    /// The lease for one more window, if nobody else wants it. (With one lock for all
+    /// regions, that is waited for.)
     fn go_on<'a>(&'a self, region: &'a Region<B>) -> Result<Option<RegionGuard<'a, B>>, Error> {
         Ok(match self.turn(region, Patience::Try)? {
             Turn::Now(guard) if self.layout.stands(region) => Some(guard),
@@ -257,9 +272,10 @@ impl<B: Backend> Ksm<B> {
         }
     }
 
-    /// How many mappings merging has cost.
+    /// How many mappings merging has cost. Those of a region that is going are there
+    /// until it has gone.
     pub(super) fn mappings(&self) -> u64 {
-        let regions = self.layout.regions();
+        let regions = self.retired.with_records(&self.layout);
         regions.iter().map(|region| region.pages().seams()).sum()
     }
 
@@ -287,12 +303,9 @@ impl<B: Backend> Ksm<B> {
     ) -> Result<(), Error> {
         let limits = self.limits(region);
         let mut outcomes = OutcomeCounts::default();
-        for wish in parted.held_back {
-            outcomes[Outcome::VmaBudget] += 1;
-            region.note_outcome(wish.page, Outcome::VmaBudget);
-        }
+        let mut held_back = parted.held_back;
         let mut rest = &parted.admitted[..];
-        while !rest.is_empty() {
+        while !rest.is_empty() || !held_back.is_empty() {
             let guard = match self.turn(region, Patience::Wait)? {
                 Turn::Now(guard) => guard,
                 Turn::Later | Turn::NextPass | Turn::Gone => break,
@@ -301,17 +314,28 @@ impl<B: Backend> Ksm<B> {
             if !self.layout.stands(region) {
                 break;
             }
-            let run = merge::commit(&guard, rest, limits);
-            for (wish, &outcome) in rest.iter().zip(&run) {
-                outcomes[outcome] += 1;
+            let mut of_run = OutcomeCounts::default();
+            let mut note = |wish: &Wish, outcome| {
+                of_run[outcome] += 1;
                 region.note_outcome(wish.page, outcome);
+            };
+            for wish in held_back.drain(..) {
+                note(&wish, Outcome::VmaBudget);
             }
-            rest = &rest[run.len()..];
+            if !rest.is_empty() {
+                let run = merge::commit(&guard, rest, limits);
+                let done = rest.iter().zip(&run);
+                done.for_each(|(wish, &outcome)| note(wish, outcome));
+                rest = &rest[run.len()..];
+            }
             if rest.is_empty() {
                 guard.memory().rest();
             }
+            // Under the lease: what is counted of a region after others have taken its
+            // place is lost.
+            region.tally().outcomes.add(&of_run);
+            outcomes.add(&of_run);
         }
-        region.tally().outcomes.add(&outcomes);
         report.outcomes.add(&outcomes);
         trace::merges(region.id, &outcomes);
         Ok(())

@@ -17,7 +17,8 @@ impl<B: Backend> Ksm<B> {
     /// [`dma_guarded`](crate::RegionOptions::dma_guarded); elsewhere the host's
     /// own pins are enough.
     ///
-    /// Waits for what is under way in the region: at most one window or run.
+    /// Waits for what is under way in the region: see
+    /// [`LockPolicy::PerRegion`](crate::LockPolicy::PerRegion).
     ///
     /// # Errors
     /// [`Error::NoRegion`], [`Error::OutOfRange`], [`Error::Quiesced`];

@@ -113,6 +113,7 @@ impl<B: Backend> Ksm<B> {
         for domain in self.layout.domains() {
             domain.sweep_after(dead);
         }
+        self.vmas.pledges.drop_after(dead);
         leases += u64::from(self.layout.open_after(dead));
         leases += u64::from(self.layout_lock.evict(dead).is_some());
         if let Some(scanner) = self.scanner.evict(dead) {

@@ -47,7 +47,11 @@ impl<B: Backend> Ksm<B> {
 
     /// Counters of everything.
     pub fn stats(&self) -> Stats {
-        let mut sum = Stats::default();
+        // A pass ends where no domain is, too.
+        let mut sum = Stats {
+            full_scans: self.full_scans.load(Ordering::Relaxed),
+            ..Stats::default()
+        };
         for domain in self.layout.domains() {
             sum.add(&self.stats_of(&domain));
         }

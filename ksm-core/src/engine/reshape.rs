@@ -16,7 +16,8 @@ impl<B: Backend> Ksm<B> {
     /// there: two regions with leases of their own take its place, merged pages and
     /// pin guards as they are. What was counted of it is counted among what is gone.
     ///
-    /// Waits for what is under way in the region: at most one window or run.
+    /// Waits for what is under way in the region: see
+    /// [`LockPolicy::PerRegion`](crate::LockPolicy::PerRegion).
     ///
     /// # Errors
     /// [`Error::NoRegion`]; [`Error::OutOfRange`] when `page` is its first page or
@@ -78,7 +79,8 @@ impl<B: Backend> Ksm<B> {
         Ok(left)
     }
 
-    /// The regions of an address space, in the order in which they came.
+    /// The regions of an address space, in the order of their numbers: in which they
+    /// were registered, or in which it was begun to clone them or to take them over.
     ///
     /// # Errors
     /// [`Error::NoSpace`].

@@ -183,6 +183,19 @@ impl<B: Backend> Retired<B> {
         going.map(|going| Arc::clone(&going.region)).collect()
     }
 
+    /// The regions that stand, and those that do not but have records, parts that do
+    /// not stand yet among them: each record is in one of them.
+    pub(super) fn with_records(&self, layout: &Layout<B>) -> Vec<Arc<Region<B>>> {
+        let inner = self.0.lock();
+        let of_each = inner.going.iter().map(|going| match &going.stage {
+            // The records go over to them while it stands.
+            Stage::Parted(parts, _) => &parts[..],
+            Stage::Leaving | Stage::Replaced => std::slice::from_ref(&going.region),
+        });
+        let standing = layout.regions();
+        standing.iter().chain(of_each.flatten()).cloned().collect()
+    }
+
     /// The regions that stand and those that are going, as they are at one moment
     /// (in between one may be put back, or taken away), and the number of that edition
     /// of the layout.

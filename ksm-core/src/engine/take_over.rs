@@ -12,7 +12,8 @@ use crate::fingerprint::Fingerprint;
 use crate::nursery::Origin;
 use crate::outcome::Outcome;
 use crate::page::{FrameId, PageBuf, PageIndex, PageRange};
-use crate::ration::{Pledge, mappings_for};
+use crate::pledge::Pledge;
+use crate::ration::mappings_for;
 use crate::region::{Class, Place, Record, Region, RegionGuard, RegionId, SpaceId};
 use crate::trace;
 

@@ -31,7 +31,9 @@ impl<B: Backend> Ksm<B> {
     /// clone that is just being made
     /// ([`fork_region`](Self::fork_region), [`take_over`](Self::take_over)) cannot
     /// be reached: this counts its page among those that are left, and the call
-    /// that makes it unshares the page before it returns.
+    /// that makes it unshares the page before it returns. Whatever is left, because
+    /// the host refuses or a thread was killed, is tried again at the end of each pass.
+    /// Pages that others give copies meanwhile are not counted.
     ///
     /// # Errors
     /// [`Error::NoRegion`], [`Error::OutOfRange`]; [`Error::FrameStillShared`] says
@@ -64,12 +66,21 @@ impl<B: Backend> Ksm<B> {
 
     /// Empties frames that were sealed while a region that maps them was being made
     /// and nobody knew of it. To be called once it is known. What the host refuses
-    /// stays, as it does for whoever sealed the frame.
+    /// stays, as it does for whoever sealed the frame, until the end of a pass.
     pub(super) fn empty_sealed(&self, domain: &Domain<B>) {
         for frame in domain.sealed() {
             // Fails only for a thread that holds the engine still, which can have
             // made no region.
             let _ = self.empty(domain, frame);
+        }
+    }
+
+    /// Empties what others have left sealed: the host had refused, or they were
+    /// killed. Not for [`recover`](Self::recover) to do, as it waits for leases, which
+    /// further threads may hold that are to be recovered from.
+    pub(super) fn empty_all_sealed(&self) {
+        for domain in self.layout.domains() {
+            self.empty_sealed(&domain);
         }
     }
 

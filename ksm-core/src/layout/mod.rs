@@ -35,7 +35,7 @@ struct Registry<B: Backend> {
 /// The regions at one moment.
 #[derive(Debug)]
 pub(crate) struct Regions<B: Backend> {
-    /// In the order of their numbers, which is that of their coming.
+    /// In the order of their numbers.
     list: Vec<Arc<Region<B>>>,
     /// The number of the one that comes next.
     next: u64,
@@ -114,17 +114,6 @@ impl<B: Backend> Regions<B> {
         let of_domain = |region: &&Arc<Region<B>>| Arc::ptr_eq(&region.domain, domain);
         self.list.iter().filter(of_domain)
     }
-
-    /// The regions that came with the number `from` or later.
-    pub(crate) fn since(&self, from: u64) -> &[Arc<Region<B>>] {
-        let first = self.list.partition_point(|region| region.id.0 < from);
-        &self.list[first..]
-    }
-
-    /// The number that the next region gets.
-    pub(crate) const fn next(&self) -> u64 {
-        self.next
-    }
 }
 
 impl<B: Backend> Layout<B> {
@@ -188,8 +177,8 @@ impl<B: Backend> Layout<B> {
         spaces.map(|(&space, domain)| (space, domain.id)).collect()
     }
 
-    /// The regions that stand now, in the order of their registration. Waits
-    /// for nobody who changes them.
+    /// The regions that stand now, in the order of their numbers. Waits for nobody who
+    /// changes them.
     pub(crate) fn regions(&self) -> Arc<Edition<Regions<B>>> {
         self.regions.read()
     }

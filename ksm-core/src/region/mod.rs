@@ -177,6 +177,11 @@ impl<B: Backend> Region<B> {
         PageRange::new(PageIndex(0), self.memory.len())
     }
 
+    /// Its memory, for those who help the holder of the lease.
+    pub(crate) const fn memory(&self) -> &B::Memory {
+        &self.memory
+    }
+
     /// A page by its anon_vma and linear index.
     pub(crate) fn place(&self, page: PageIndex) -> Place {
         Place::new(self.anon_vma.id, page.plus(self.pgoff.0))

@@ -12,10 +12,9 @@ mod look;
 
 use std::collections::HashMap;
 
-use rayon::prelude::*;
-
 use crate::backend::{Backend, Memory};
 use crate::config::Config;
+use crate::crew::share_out;
 use crate::domain::Plan;
 use crate::fault::{self, Step};
 use crate::fingerprint::Fingerprint;
@@ -26,6 +25,9 @@ use crate::page::{FrameId, PageBuf, PageIndex};
 use crate::region::{Class, PinnedPages, Record, Region, RegionGuard, RegionId};
 use crate::walk::{Reach, Walk};
 pub(crate) use ahead::{Ahead, Sight};
+
+/// Pages that one thread fingerprints at a time.
+const PIECE_PAGES: usize = 32;
 
 /// What a window found.
 #[derive(Debug, Default)]
@@ -47,6 +49,13 @@ pub(crate) struct Batch {
     last: Option<(PageIndex, FrameId)>,
     /// How many pages are to map a frame, of those that have a goal.
     planned: HashMap<FrameId, u32>,
+}
+
+impl Batch {
+    /// How many pages are to map `frame`.
+    fn planned(&self, frame: FrameId) -> u32 {
+        self.planned.get(&frame).copied().unwrap_or(0)
+    }
 }
 
 /// What pages are looked at for.
@@ -130,21 +139,30 @@ fn stretches(pages: &[PageIndex], fingerprints: &[Option<Fingerprint>]) -> Vec<u
     lengths
 }
 
+/// Reads and fingerprints pages; `None` for one that went away meanwhile.
+fn fingerprint<B: Backend>(region: &Region<B>, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
+    let mut buf = PageBuf::zeroed();
+    let mut one = |&page: &PageIndex| {
+        region.memory().read(page, &mut buf).ok()?;
+        Some(region.domain.keys.fingerprint(&buf))
+    };
+    pages.iter().map(&mut one).collect()
+}
+
 impl<B: Backend> Window<'_, '_, B> {
     /// Reads and fingerprints `pages`; `None` for one that went away meanwhile.
     fn fingerprint(&self, pages: &[PageIndex]) -> Vec<Option<Fingerprint>> {
-        let memory = self.guard.memory();
-        let keys = &self.region.domain.keys;
-        let one = |buf: &mut Box<PageBuf>, &page: &PageIndex| {
-            memory.read(page, buf).ok()?;
-            Some(keys.fingerprint(buf))
-        };
-        if pages.len() >= self.survey.config.parallel_pages as usize {
-            pages.par_iter().map_init(PageBuf::zeroed, one).collect()
-        } else {
-            let mut buf = PageBuf::zeroed();
-            pages.iter().map(|page| one(&mut buf, page)).collect()
+        if pages.len() < self.survey.config.parallel_pages as usize {
+            return fingerprint(self.region, pages);
         }
+        // For those who help: it cannot leave while its lease is held.
+        let Ok(region) = self.survey.layout.region(self.region.id) else {
+            return fingerprint(self.region, pages);
+        };
+        let of_pieces = share_out(pages.to_vec(), PIECE_PAGES, move |piece| {
+            fingerprint(&region, piece)
+        });
+        of_pieces.concat()
     }
 
     /// Decides what a page that looks like `fingerprint` could become; `stretch`
@@ -252,13 +270,7 @@ impl<B: Backend> Window<'_, '_, B> {
     fn extend(&self, previous: Option<FrameId>, fingerprint: Fingerprint) -> Option<FrameId> {
         // Where blocks are only a chain, a run in one wastes frames.
         let previous = previous.filter(|_| self.survey.config.stretch_pages != u32::MAX)?;
-        let planned = self
-            .findings
-            .batch
-            .planned
-            .get(&previous.plus(1))
-            .copied()
-            .unwrap_or(0);
+        let planned = self.findings.batch.planned(previous.plus(1));
         let max = self.survey.config.max_page_sharing.saturating_sub(planned);
         self.survey.plan.extend(previous, fingerprint, max)
     }
@@ -270,17 +282,10 @@ impl<B: Backend> Window<'_, '_, B> {
         } else {
             frame
         };
-        let planned = |frame| {
-            self.findings
-                .batch
-                .planned
-                .get(&frame)
-                .copied()
-                .unwrap_or(0)
-        };
-        self.survey
-            .plan
-            .with_room(first, self.survey.config.max_page_sharing, planned)
+        let batch = &self.findings.batch;
+        let max = self.survey.config.max_page_sharing;
+        let plan = self.survey.plan;
+        plan.with_room(first, max, |frame| batch.planned(frame))
     }
 
     /// Two equal pages: a frame for both, in the stable tree.

@@ -47,7 +47,9 @@ pub enum Status {
     Running,
     /// It was told to stop, and has.
     Stopped,
-    /// A pass panicked. The engine has put everything back; nothing is stopped.
+    /// A pass panicked, or what was to be called before the first
+    /// ([`ScannerThread::start_with`]). The engine has put everything back; nothing is
+    /// stopped.
     Panicked {
         /// What the panic said.
         message: String,
@@ -267,8 +269,16 @@ impl Scanner {
             let watch = ThreadWatch::on_this_thread().map_err(|error| error.to_string());
             // Whoever started this thread waits for it.
             let _ = started.send(watch);
-            prepare();
-            report_end(&end, scan_until_told(&ksm, &shared));
+            // The engine puts everything back while it unwinds, so it can be used
+            // after a panic.
+            let ended = catch_unwind(AssertUnwindSafe(|| {
+                prepare();
+                scan_until_told(&ksm, &shared)
+            }));
+            let ended = ended.unwrap_or_else(|panic| Status::Panicked {
+                message: panic_message(panic.as_ref()),
+            });
+            report_end(&end, ended);
         })?;
         let watch = start
             .recv()
@@ -312,18 +322,15 @@ fn scan_until_told<B: Backend>(ksm: &Ksm<B>, shared: &Shared) -> Status {
     loop {
         let pacing = shared.pace.get();
         let mut pause = Duration::from_millis(u64::from(pacing.sleep_millisecs));
-        // The engine puts everything back while it unwinds, so it can be used
-        // after a panic.
-        let pass = || ksm.scan(u64::from(pacing.pages_to_scan));
-        match catch_unwind(AssertUnwindSafe(pass)) {
-            Ok(Ok(report)) => {
+        match ksm.scan(u64::from(pacing.pages_to_scan)) {
+            Ok(report) => {
                 let pages = report.pages_scanned;
                 shared.pages_scanned.fetch_add(pages, Ordering::Relaxed);
                 if report.busy || pages == 0 {
                     pause = pause.max(IDLE_PAUSE);
                 }
             }
-            Ok(Err(error)) => {
+            Err(error) => {
                 let error = error.to_string();
                 let again = {
                     let tally = &mut shared.state().tally;
@@ -332,10 +339,6 @@ fn scan_until_told<B: Backend>(ksm: &Ksm<B>, shared: &Shared) -> Status {
                 };
                 trace::scan_failed(&error, again);
                 pause = pause.max(IDLE_PAUSE);
-            }
-            Err(panic) => {
-                let message = panic_message(panic.as_ref());
-                return Status::Panicked { message };
             }
         }
         if shared.stop.wait(pause) {
