@@ -124,7 +124,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
             self.record_absent(range);
         }
         self.lease.journal().discard = None;
-        if dropped.is_ok() {
+        if dropped.is_ok() && backing == Backing::Frame {
             self.region().domain.sweep();
         }
         dropped

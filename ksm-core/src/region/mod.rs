@@ -292,6 +292,7 @@ impl<B: Backend> Region<B> {
     /// Gives up what its mappings show and name, when they are out of our hands.
     pub(crate) fn abandon(&self) {
         let pages = std::mem::take(&mut *self.pages());
+        let mut leaves = false;
         for (_, record) in pages.seen(self.range()) {
             let item = match record.class {
                 Class::Merged(item) => Some(item),
@@ -299,9 +300,12 @@ impl<B: Backend> Region<B> {
             };
             if let Some(frame) = record.frame {
                 self.domain.abandon(frame, item);
+                leaves |= item.is_some();
             }
         }
-        self.domain.sweep();
+        if leaves {
+            self.domain.sweep();
+        }
     }
 
     /// The same, where pages that are still merged are somebody's: what they map
