@@ -165,6 +165,9 @@ fn a_running_guests_region_is_split_and_part_of_it_leaves() {
         thread::scope(|scope| {
             scope.spawn(|| world.scan_until(&stop));
             let vcpu = scope.spawn(|| count(&guest, &stop));
+            while counter(&guest, COUNTERS - 1) == 0 {
+                thread::yield_now();
+            }
             let mut rest = region;
             // A page here, a page there: each split waits for one run at most.
             for cut in [8, 3, 40, 77, 100] {

@@ -135,6 +135,10 @@ impl<B: Backend> Ksm<B> {
     /// Takes a piece of a guest's memory under care. It is first looked at by
     /// the next pass.
     ///
+    /// A thread must not be killed inside this call where the memory is `dma_guarded`
+    /// and its guest runs: its first page may be elsewhere for a moment, and
+    /// [`Ksm::recover`] knows nothing of memory that is not registered yet.
+    ///
     /// # Errors
     /// [`Error::Register`] when this memory can never be merged safely;
     /// [`Error::Quiesced`].

@@ -20,8 +20,10 @@ impl<B: Backend> Layout<B> {
         space: SpaceId,
         make: impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>,
     ) -> Result<Arc<Region<B>>, Error> {
+        // Dropped after the lock: it may own memory, which is given up by host calls.
+        let mut make = Some(make);
         let registry = self.open_registry()?;
-        self.add_to(&registry, space, make)
+        self.add_to(&registry, space, &mut make)
     }
 
     /// The same, for who has a lease; `None` if it is to be
@@ -31,9 +33,10 @@ impl<B: Backend> Layout<B> {
         space: SpaceId,
         make: impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>,
     ) -> Result<Option<Arc<Region<B>>>, Error> {
+        let mut make = Some(make);
         let registry = self.registry.lock();
         match registry.is_open()? {
-            true => self.add_to(&registry, space, make).map(Some),
+            true => self.add_to(&registry, space, &mut make).map(Some),
             false => Ok(None),
         }
     }
@@ -70,11 +73,12 @@ impl<B: Backend> Layout<B> {
         &self,
         registry: &Registry<B>,
         space: SpaceId,
-        make: impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>,
+        make: &mut Option<impl FnOnce(RegionId) -> Result<Arc<Region<B>>, Error>>,
     ) -> Result<Arc<Region<B>>, Error> {
         if !registry.spaces.contains_key(&space) {
             return Err(Error::NoSpace(space));
         }
+        let make = make.take().expect("nobody else takes it");
         self.regions.edit(|regions| {
             let made = make(RegionId(regions.next));
             let regions = made.as_ref().ok().map(|region| {

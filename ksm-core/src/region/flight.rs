@@ -165,7 +165,7 @@ impl<'a, B: Backend> RegionGuard<'a, B> {
         let Some((range, backing)) = begun else {
             return;
         };
-        // If this fails, so did the first time: it takes nothing more.
+        // If this fails, so did the first time, in all likelihood: it takes nothing more.
         if self.memory().discard(range, backing).is_ok() {
             self.record_absent(range);
         }

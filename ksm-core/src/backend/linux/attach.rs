@@ -127,11 +127,26 @@ impl LinuxMemory {
         self.put_back(self.journal.run());
         self.settle_accounts();
         // Lifts write-protection and wakes as well. It fails if somebody has unmapped a
-        // part: there is nothing left to do for that. Or if a part is still a file's
-        // that cannot be registered: then nothing else is (see `map_frames_at`).
-        let _ = self.host.uffd.unregister(self.span);
+        // part: there is nothing left to do for that.
+        let unregistered = self.host.uffd.unregister(self.span);
+        if unregistered.is_err() && self.parts.iter().any(|part| part.of_file) {
+            // Or if its take-over has failed.
+            self.unregister_parts(self.span);
+        }
         for part in self.parts.iter().filter(|part| !part.attributes.dont_fork) {
             let _ = mapping::advise(self.span_of(part.range), Advice::LinuxDoFork);
+        }
+    }
+
+    /// Ends the registration of what is registered in `span`, where the kernel refuses
+    /// the whole since some of it cannot be: a file's pages that were not replaced.
+    fn unregister_parts(&self, span: Span) {
+        if let Some((left, right)) = span.halves() {
+            for half in [left, right] {
+                if self.host.uffd.unregister(half).is_err() {
+                    self.unregister_parts(half);
+                }
+            }
         }
     }
 

@@ -100,12 +100,12 @@ pub(super) fn map_anonymous(pages: u64, attributes: Attributes) -> Result<Span, 
 pub(super) fn map_anonymous_over(span: Span, attributes: Attributes) -> Result<(), Errno> {
     // SAFETY: `span` is in our care: no Rust reference points into it, and its
     // owner has called for pages of zeros there.
-    in_place_of(span, || unsafe {
+    in_place_of(span, |place| unsafe {
         mmap_anonymous(
             span.pointer(),
             span.byte_len(),
             attributes.protection(),
-            attributes.flags() | MapFlags::FIXED,
+            attributes.flags() | place,
         )
     })
 }
@@ -113,15 +113,21 @@ pub(super) fn map_anonymous_over(span: Span, attributes: Attributes) -> Result<(
 /// Maps something over `span`. The kernel unmaps what is there first, and can still
 /// be short of memory then: as long as nothing is mapped there, whoever touches it
 /// gets a signal, and pages that are out have no place to go back to. So this does
-/// not give up.
-fn in_place_of(span: Span, call: impl Fn() -> Result<*mut c_void, Errno>) -> Result<(), Errno> {
-    loop {
-        match call() {
-            Ok(_) => return Ok(()),
-            Err(errno) if is_mapped(span) => return Err(errno),
-            Err(_) => std::thread::sleep(super::RETRY_PAUSE),
+/// not give up, unless somebody else has mapped something there meanwhile, which is
+/// not mapped over.
+fn in_place_of(
+    span: Span,
+    call: impl Fn(MapFlags) -> Result<*mut c_void, Errno>,
+) -> Result<(), Errno> {
+    let mut done = call(MapFlags::FIXED);
+    while let Err(errno) = done {
+        if errno == Errno::EXIST || is_mapped(span) {
+            return Err(errno);
         }
+        std::thread::sleep(super::RETRY_PAUSE);
+        done = call(MapFlags::FIXED_NOREPLACE);
     }
+    Ok(())
 }
 
 /// Maps a private view of `file` from `offset` on in place of the pages of
@@ -134,12 +140,12 @@ pub(super) fn map_file_over(
 ) -> Result<(), Errno> {
     // SAFETY: `span` is in our care: no Rust reference points into it. The file
     // holds the same bytes there and never shrinks (F_SEAL_SHRINK).
-    in_place_of(span, || unsafe {
+    in_place_of(span, |place| unsafe {
         mmap(
             span.pointer(),
             span.byte_len(),
             attributes.protection(),
-            MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
+            MapFlags::PRIVATE | MapFlags::NORESERVE | place,
             file,
             offset,
         )
@@ -154,16 +160,16 @@ pub(super) fn map_shared_over(
     file: BorrowedFd<'_>,
     offset: u64,
 ) -> Result<(), Errno> {
-    let mut flags = MapFlags::SHARED | MapFlags::FIXED;
+    let mut flags = MapFlags::SHARED;
     flags.set(MapFlags::NORESERVE, attributes.no_reserve);
     // SAFETY: `span` is in our care: no Rust reference points into it, and its
     // owner has put into the file what is to show there.
-    in_place_of(span, || unsafe {
+    in_place_of(span, |place| unsafe {
         mmap(
             span.pointer(),
             span.byte_len(),
             attributes.protection(),
-            flags,
+            flags | place,
             file,
             offset,
         )

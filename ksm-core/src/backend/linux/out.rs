@@ -23,10 +23,8 @@ impl LinuxMemory {
     /// touches one waits.
     pub(super) fn move_out(&self, range: PageRange) -> Result<Held, BackendError> {
         if let Err(errno) = self.host.uffd.register(self.span_of(range), Mode::Both) {
-            // A part of it may be registered; or all of it elsewhere.
-            if errno != Errno::BUSY {
-                self.release(range);
-            }
+            // A part of it may be registered.
+            self.release(range);
             return Err(mapping_error("UFFDIO_REGISTER", errno));
         }
         match self.move_all(range) {

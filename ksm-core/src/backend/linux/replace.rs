@@ -49,9 +49,7 @@ impl LinuxMemory {
     ) -> Result<(), BackendError> {
         self.map_over(range, store, first)?;
         self.carry(range, Attributes::of_frames);
-        if !self.registers_late() {
-            self.register_frames(range);
-        }
+        self.register_frames(range);
         self.free_below(range);
         Ok(())
     }
@@ -68,13 +66,6 @@ impl LinuxMemory {
         let (span, attributes) = (self.span_of(range), self.attributes(range));
         mapping::map_file_over(span, attributes, store.fd(), first.byte_offset())
             .map_err(|errno| mapping_error("mmap", errno))
-    }
-
-    /// What is put in place of pages that nobody uses yet is registered when it is
-    /// stopped: what is not replaced may be a file's that cannot be registered, and the
-    /// kernel would refuse to unregister all of it together.
-    fn registers_late(&self) -> bool {
-        self.memfd.is_none() && self.parts.iter().any(|part| part.of_file)
     }
 
     /// Lets writes to copies over fresh mappings of frames be stopped.
@@ -138,10 +129,7 @@ impl LinuxMemory {
     /// The same for pages that nobody uses yet.
     pub(super) fn map_own(&self, range: PageRange) -> Result<(), BackendError> {
         self.map_empty(range)?;
-        match self.registers_late() {
-            true => self.carry(range, Attributes::of_own),
-            false => self.now_own(range),
-        }
+        self.now_own(range);
         Ok(())
     }
 
@@ -297,13 +285,12 @@ impl LinuxMemory {
 
     /// Drops what is left in the staging area, and lets others have it.
     fn close_staging(&self) {
-        let Some(staging) = self.staging.lock().take() else {
-            return;
-        };
-        match staging.sweep() {
-            Ok(()) => self.host.stagings.give_back(staging),
-            // Then it is swept when there is no more room.
-            Err(_) => *self.staging.lock() = Some(staging),
+        // If it cannot be swept now, it is when there is no more room.
+        let swept = self.staging().filter(|staging| staging.sweep().is_ok());
+        if swept.is_some()
+            && let Some(staging) = self.staging.lock().take()
+        {
+            self.host.stagings.give_back(staging);
         }
     }
 
