@@ -3,16 +3,15 @@
 //! their numbers before it is done.
 #![allow(clippy::unwrap_used)]
 
+mod world;
+
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use ksm_core::backend::sim::{Call, SimBackend, SimConfig, SimGuest, pattern};
-use ksm_core::{
-    Config, Ksm, PageIndex, PageRange, RegionId, RegionOptions, SpaceId, Stats, Target,
-};
-
-const GUARDED: RegionOptions = RegionOptions { dma_guarded: true };
+use ksm_core::backend::sim::{Call, SimBackend, SimGuest, pattern};
+use ksm_core::{Config, Ksm, PageIndex, PageRange, RegionId, Stats, Target};
+use world::{GUARDED, World, is_sane};
 
 /// In each guest.
 const PAGES: u64 = 8;
@@ -20,42 +19,29 @@ const PAGES: u64 = 8;
 /// What does not get through in that time hangs.
 const LONG: Duration = Duration::from_secs(60);
 
-struct World {
-    sim: SimBackend,
-    ksm: Arc<Ksm<SimBackend>>,
-    space: SpaceId,
+/// Pages are merged at first sight.
+fn world() -> World {
+    World::new(Config {
+        settle_passes: 0,
+        ..Config::default()
+    })
 }
 
 impl World {
-    /// Pages are merged at first sight.
-    fn new() -> Self {
-        let sim = SimBackend::new(SimConfig::default());
-        let config = Config {
-            settle_passes: 0,
-            ..Config::default()
-        };
-        let ksm = Arc::new(Ksm::new(sim.clone(), config).unwrap());
-        let space = ksm.create_space(ksm.create_domain().unwrap()).unwrap();
-        Self { sim, ksm, space }
-    }
-
     /// A guest whose pages hold `content`, each with another.
-    fn guest(&self, content: u64) -> (SimGuest, RegionId) {
+    fn holding(&self, content: u64) -> (SimGuest, RegionId) {
         let guest = self.sim.guest(PAGES);
         write(&guest, content);
-        let region = self.ksm.register(self.space, guest.clone(), GUARDED);
-        (guest, region.unwrap())
+        let region = self.register(&guest);
+        (guest, region)
     }
 
     fn pass(&self) {
-        self.ksm.scan(u64::MAX).unwrap();
-        self.check();
+        self.passes(1);
     }
 
     fn check(&self) {
-        assert_eq!(self.sim.violation(), None);
-        self.ksm.check().unwrap();
-        assert!(self.sim.busy().is_idle(), "{:?}", self.sim.busy());
+        is_sane(&self.ksm, "between passes");
     }
 
     fn stats(&self) -> Stats {
@@ -118,9 +104,9 @@ fn holds(guest: &SimGuest, content: u64) {
 
 #[test]
 fn runs_are_merged_and_unmerged_while_the_host_is_slow_to_punch() {
-    let world = World::new();
-    let [(one, one_id), (other, other_id)] = [100, 100].map(|content| world.guest(content));
-    let [(parent, parent_id), (_, twin)] = [200, 200].map(|content| world.guest(content));
+    let world = world();
+    let [(one, one_id), (other, other_id)] = [100, 100].map(|content| world.holding(content));
+    let [(parent, parent_id), (_, twin)] = [200, 200].map(|content| world.holding(content));
     world.pass();
     world.pass();
     assert_eq!(world.stats().pages_shared, 2 * PAGES);
@@ -159,8 +145,8 @@ fn runs_are_merged_and_unmerged_while_the_host_is_slow_to_punch() {
 /// number; afterwards the old number is free.
 #[test]
 fn nobody_comes_by_a_frame_that_is_being_punched() {
-    let world = World::new();
-    let [one_id, other_id] = [100, 100].map(|content| world.guest(content).1);
+    let world = world();
+    let [one_id, other_id] = [100, 100].map(|content| world.holding(content).1);
     world.pass();
     world.pass();
     let old = world.ksm.explain(other_id, PageIndex(0)).unwrap().frame;
@@ -176,7 +162,7 @@ fn nobody_comes_by_a_frame_that_is_being_punched() {
     // are being punched.
     world.beside("a discard", move |ksm| ksm.discard(one_id, all()).unwrap());
     // Frames of the same contents, for a clone.
-    let (parent, parent_id) = world.guest(100);
+    let (parent, parent_id) = world.holding(100);
     let (space, clone) = (world.space, world.sim.guest(PAGES));
     let forked = world.beside("a fork", {
         let clone = clone.clone();
@@ -203,8 +189,8 @@ fn nobody_comes_by_a_frame_that_is_being_punched() {
 fn frames_that_the_host_refuses_are_for_the_next_sweep() {
     use ksm_core::backend::sim::Failure;
 
-    let world = World::new();
-    let regions = [100, 100].map(|content| world.guest(content).1);
+    let world = world();
+    let regions = [100, 100].map(|content| world.holding(content).1);
     world.pass();
     world.pass();
     world.sim.fail_often(Call::Punch, Failure::Again, 1000);
@@ -228,8 +214,8 @@ fn what_a_thread_was_giving_back_is_given_back_after_it() {
     use ksm_core::fault::Step;
 
     for step in [Step::Buried, Step::Punched] {
-        let world = World::new();
-        let regions = [100, 100].map(|content| world.guest(content).1);
+        let world = world();
+        let regions = [100, 100].map(|content| world.holding(content).1);
         world.pass();
         world.pass();
         world.ksm.unregister(regions[0]).unwrap();
